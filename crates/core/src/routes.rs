@@ -1,0 +1,305 @@
+//! Routes: which experts each token took, as bytes `[rows, L, K]`, and the contract they obey.
+//!
+//! Row `t` is the routing of token `t` *as model input*, so a sequence of `T` tokens of which at least one was
+//! sampled has `T - 1` rows. Ids are logical, in router order (the order changes floating-point sums), for the
+//! MoE layers only, whose ids travel along. Ids are one byte wide for up to 256 experts and two
+//! (little-endian) otherwise; 256 experts fill a byte, so "never written" is never an id: validity lives elsewhere.
+
+use std::fmt;
+
+/// Bytes of one expert id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum IdWidth {
+    /// One byte, for at most 256 experts.
+    U8,
+    /// Two bytes, little-endian, for at most 65,536 experts.
+    U16,
+}
+
+impl IdWidth {
+    /// The narrowest width that holds ids `0..n_experts`.
+    #[must_use]
+    pub fn for_experts(n_experts: usize) -> Self {
+        if n_experts <= 256 { Self::U8 } else { Self::U16 }
+    }
+
+    /// Bytes of one id.
+    #[must_use]
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::U8 => 1,
+            Self::U16 => 2,
+        }
+    }
+}
+
+/// Shape of a route row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RouteDims {
+    /// MoE layers, `L`.
+    pub n_layers: usize,
+    /// Experts a token takes in each of them, `K`.
+    pub top_k: usize,
+    /// Experts in each of them, `E`.
+    pub n_experts: usize,
+}
+
+impl RouteDims {
+    /// Width of one id.
+    #[must_use]
+    pub fn width(self) -> IdWidth {
+        IdWidth::for_experts(self.n_experts)
+    }
+
+    /// Expert ids in one row, `L * K`.
+    #[must_use]
+    pub fn row_ids(self) -> usize {
+        self.n_layers * self.top_k
+    }
+
+    /// Bytes of one row, `L * K * width`.
+    #[must_use]
+    pub fn row_bytes(self) -> usize {
+        self.row_ids() * self.width().bytes()
+    }
+}
+
+/// Rows of routes, borrowed: from a ring frame, a trace or a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RouteView<'a> {
+    dims: RouteDims,
+    bytes: &'a [u8],
+}
+
+impl<'a> RouteView<'a> {
+    /// Views `bytes` as whole rows.
+    ///
+    /// # Errors
+    /// If `bytes` is not a whole number of rows.
+    pub fn new(dims: RouteDims, bytes: &'a [u8]) -> Result<Self, RouteError> {
+        let row_bytes = dims.row_bytes();
+        if row_bytes == 0 || !bytes.len().is_multiple_of(row_bytes) {
+            return Err(RouteError::RaggedBytes { bytes: bytes.len(), row_bytes });
+        }
+        Ok(Self { dims, bytes })
+    }
+
+    /// Shape of a row.
+    #[must_use]
+    pub fn dims(self) -> RouteDims {
+        self.dims
+    }
+
+    /// Number of rows.
+    #[must_use]
+    pub fn rows(self) -> usize {
+        self.bytes.len() / self.dims.row_bytes()
+    }
+
+    /// The rows as they lie in memory, `[rows, L, K]`.
+    #[must_use]
+    pub fn bytes(self) -> &'a [u8] {
+        self.bytes
+    }
+
+    /// The `k`-th expert that `layer` (an index into the MoE layers) gave to row `row`.
+    ///
+    /// # Panics
+    /// If an index is out of range.
+    #[must_use]
+    pub fn expert(self, row: usize, layer: usize, k: usize) -> u16 {
+        assert!(layer < self.dims.n_layers && k < self.dims.top_k);
+        let at = (row * self.dims.n_layers + layer) * self.dims.top_k + k;
+        match self.dims.width() {
+            IdWidth::U8 => u16::from(self.bytes[at]),
+            IdWidth::U16 => u16::from_le_bytes([self.bytes[2 * at], self.bytes[2 * at + 1]]),
+        }
+    }
+
+    /// Copies what `layer` chose for row `row` into `out` `[K]`.
+    ///
+    /// # Panics
+    /// If an index is out of range or `out` is not `[K]`.
+    pub fn copy_layer(self, row: usize, layer: usize, out: &mut [u16]) {
+        assert_eq!(out.len(), self.dims.top_k);
+        for (k, id) in out.iter_mut().enumerate() {
+            *id = self.expert(row, layer, k);
+        }
+    }
+
+    /// Checks the contract: exactly `expected_rows` rows, every id below `E`, no id twice in one layer's choice,
+    /// and no layer that is expert 0 everywhere (what an engine that never captured returns; only judged for
+    /// `K = 1`, where zeros are not already duplicates, over at least 16 rows and more than one expert).
+    ///
+    /// # Errors
+    /// The first violation, with row, layer and the ids that broke the contract.
+    pub fn check(self, expected_rows: usize) -> Result<(), RouteError> {
+        let RouteDims { n_layers, top_k, n_experts } = self.dims;
+        if self.rows() != expected_rows {
+            return Err(RouteError::RowCount { rows: self.rows(), expected_rows });
+        }
+        for row in 0..self.rows() {
+            for layer in 0..n_layers {
+                for k in 0..top_k {
+                    let expert = self.expert(row, layer, k);
+                    if usize::from(expert) >= n_experts {
+                        return Err(RouteError::OutOfRange { row, layer, expert, n_experts });
+                    }
+                    if (0..k).any(|earlier| self.expert(row, layer, earlier) == expert) {
+                        return Err(RouteError::Duplicate { row, layer, expert });
+                    }
+                }
+            }
+        }
+        if top_k == 1 && n_experts > 1 && self.rows() >= 16 {
+            let all_zero = |layer: &usize| (0..self.rows()).all(|row| self.expert(row, *layer, 0) == 0);
+            if let Some(layer) = (0..n_layers).find(all_zero) {
+                return Err(RouteError::AllZeroLayer { layer });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Rows of routes, owned and append-only: what a request's trace is made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RouteRows {
+    dims: RouteDims,
+    bytes: Vec<u8>,
+}
+
+impl RouteRows {
+    /// No rows yet, with room for `capacity_rows` without another allocation.
+    #[must_use]
+    pub fn with_capacity(dims: RouteDims, capacity_rows: usize) -> Self {
+        Self { dims, bytes: Vec::with_capacity(capacity_rows * dims.row_bytes()) }
+    }
+
+    /// Appends rows that are already bytes `[rows, L, K]`.
+    ///
+    /// # Panics
+    /// If `rows` is not a whole number of rows.
+    pub fn append(&mut self, rows: &[u8]) {
+        assert!(rows.len().is_multiple_of(self.dims.row_bytes()), "route rows are appended whole");
+        self.bytes.extend_from_slice(rows);
+    }
+
+    /// Number of rows.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.bytes.len() / self.dims.row_bytes()
+    }
+
+    /// Borrows all rows.
+    #[must_use]
+    pub fn view(&self) -> RouteView<'_> {
+        RouteView { dims: self.dims, bytes: &self.bytes }
+    }
+}
+
+/// Writes expert ids `[L * K]` as bytes of `width`, the layout of every row in r3.
+///
+/// # Panics
+/// If `out` is not exactly `ids.len() * width` bytes, or an id does not fit `width`.
+pub fn write_ids(ids: &[u16], width: IdWidth, out: &mut [u8]) {
+    assert_eq!(out.len(), ids.len() * width.bytes());
+    match width {
+        IdWidth::U8 => {
+            for (byte, &id) in out.iter_mut().zip(ids) {
+                *byte = u8::try_from(id).expect("at most 256 experts in a byte");
+            }
+        }
+        IdWidth::U16 => {
+            for (pair, &id) in out.chunks_exact_mut(2).zip(ids) {
+                pair.copy_from_slice(&id.to_le_bytes());
+            }
+        }
+    }
+}
+
+/// How routes break their contract. Whoever ingests them adds sample and turn.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the message of each variant says what its fields are")]
+pub enum RouteError {
+    RaggedBytes { bytes: usize, row_bytes: usize },
+    RowCount { rows: usize, expected_rows: usize },
+    OutOfRange { row: usize, layer: usize, expert: u16, n_experts: usize },
+    Duplicate { row: usize, layer: usize, expert: u16 },
+    AllZeroLayer { layer: usize },
+}
+
+impl fmt::Display for RouteError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::RaggedBytes { bytes, row_bytes } => {
+                write!(f, "routes are {bytes} bytes, not a multiple of the {row_bytes} bytes of a row")
+            }
+            Self::RowCount { rows, expected_rows } => {
+                write!(f, "routes have {rows} rows, but the tokens need {expected_rows}")
+            }
+            Self::OutOfRange { row, layer, expert, n_experts } => write!(
+                f,
+                "position {row}, MoE layer {layer}: expert {expert} does not exist (the layer has {n_experts})"
+            ),
+            Self::Duplicate { row, layer, expert } => {
+                write!(f, "position {row}, MoE layer {layer}: expert {expert} appears twice")
+            }
+            Self::AllZeroLayer { layer } => {
+                write!(f, "MoE layer {layer}: every token took expert 0, as when nothing was captured")
+            }
+        }
+    }
+}
+
+impl std::error::Error for RouteError {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DIMS: RouteDims = RouteDims { n_layers: 2, top_k: 2, n_experts: 4 };
+
+    #[test]
+    fn a_row_reads_back_what_was_written() {
+        let mut bytes = [0; 8];
+        write_ids(&[3, 1, 0, 2, 2, 0, 1, 3], IdWidth::U8, &mut bytes);
+        let view = RouteView::new(DIMS, &bytes).unwrap();
+        assert_eq!((view.rows(), view.expert(0, 0, 0), view.expert(1, 1, 1)), (2, 3, 3));
+        assert_eq!(view.check(2), Ok(()));
+    }
+
+    #[test]
+    fn ids_above_a_byte_are_two_bytes_wide() {
+        let dims = RouteDims { n_layers: 1, top_k: 2, n_experts: 300 };
+        let mut bytes = [0; 4];
+        write_ids(&[299, 256], dims.width(), &mut bytes);
+        let view = RouteView::new(dims, &bytes).unwrap();
+        assert_eq!((view.expert(0, 0, 0), view.expert(0, 0, 1)), (299, 256));
+    }
+
+    #[test]
+    fn expert_255_of_256_is_an_id_and_not_a_sentinel() {
+        let dims = RouteDims { n_layers: 1, top_k: 1, n_experts: 256 };
+        assert_eq!(dims.width(), IdWidth::U8);
+        assert_eq!(RouteView::new(dims, &[255]).unwrap().check(1), Ok(()));
+    }
+
+    #[test]
+    fn the_contract_names_position_and_layer() {
+        let duplicate = RouteView::new(DIMS, &[0, 1, 2, 2]).unwrap().check(1);
+        assert_eq!(duplicate, Err(RouteError::Duplicate { row: 0, layer: 1, expert: 2 }));
+        let beyond = RouteView::new(DIMS, &[0, 4, 1, 2]).unwrap().check(1);
+        assert_eq!(beyond, Err(RouteError::OutOfRange { row: 0, layer: 0, expert: 4, n_experts: 4 }));
+        let missing = RouteView::new(DIMS, &[0, 1, 2, 3]).unwrap().check(2);
+        assert_eq!(missing, Err(RouteError::RowCount { rows: 1, expected_rows: 2 }));
+        assert!(RouteView::new(DIMS, &[0, 1, 2]).is_err());
+    }
+
+    #[test]
+    fn an_engine_that_never_captured_is_refused() {
+        let dims = RouteDims { n_layers: 1, top_k: 1, n_experts: 8 };
+        let zeros = [0; 16];
+        let checked = RouteView::new(dims, &zeros).unwrap().check(16);
+        assert_eq!(checked, Err(RouteError::AllZeroLayer { layer: 0 }));
+    }
+}

@@ -1,0 +1,1 @@
+//! One MoE transformer over two executors.

@@ -1,0 +1,1 @@
+//! YAML recipes as checked structs.

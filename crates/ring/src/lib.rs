@@ -1,0 +1,1 @@
+//! The shared-memory ring of rollout frames.

@@ -1,0 +1,1 @@
+//! Sequences, KV blocks, prefix cache and route pool, without tensors.

@@ -1,0 +1,1 @@
+//! Datasets, tokenizer, chat template and rewards.
