@@ -1,1 +1,12 @@
-//! YAML recipes as checked structs.
+//! Recipes: one YAML file as checked plain structs; the whole experiment, with nothing read from the environment.
+//!
+//! Knows names, units, defaults and limits, never tensors, devices or models: a recipe is checked before anything
+//! is loaded. Start with [`recipe::Recipe`]; its sections are plain structs, to be passed down by reference. Enums
+//! are externally tagged, so that a variant carries its own knobs and an error keeps its line and column.
+
+pub mod bytes;
+pub mod learning;
+pub mod recipe;
+pub mod rollout;
+pub mod run;
+pub mod task;

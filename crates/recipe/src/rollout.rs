@@ -1,0 +1,113 @@
+//! How completions are sampled: the rollout, its engine, and what the trainer replays of it.
+
+use std::fmt;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::bytes::Bytes;
+
+/// Format of weights and of what they are multiplied with; sums are f32 in either.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Dtype {
+    /// 32-bit floating point: rollout and trainer logprobs agree to the bit.
+    F32,
+    /// Brain float, 8 bits of mantissa: half the memory, and the mismatch that replay is for.
+    #[default]
+    Bf16,
+}
+
+impl fmt::Display for Dtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+        })
+    }
+}
+
+/// What is sampled for every batch the trainer learns from.
+///
+/// The logprobs the trainer compares are those of the distribution sampled from. It scores every token of the
+/// vocabulary, so a run must sample from all of them: `top_p`, `sample_top_k` and `min_p` are for `r3 rollout`,
+/// and `r3 run` refuses them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Rollout {
+    /// Prompts in a batch, each with `group_size` completions; a multiple of `train.mini_steps`.
+    pub groups: usize,
+    /// Completions of one prompt (`G`), at least 2: an advantage compares them.
+    pub group_size: usize,
+    /// Tokens a completion may have, its stop token included.
+    pub max_new_tokens: usize,
+    /// Divides the logits before sampling; above 0.
+    #[serde(default = "one")]
+    pub temperature: f64,
+    /// Samples from the most likely tokens that hold this much probability; 1 is all of them.
+    #[serde(default = "one")]
+    pub top_p: f64,
+    /// Samples from this many most likely tokens; 0 is all of them.
+    #[serde(default)]
+    pub sample_top_k: usize,
+    /// Samples from tokens at least this many times as likely as the most likely one; 0 is all of them.
+    #[serde(default)]
+    pub min_p: f64,
+    /// Format the engine holds weights, keys and values in.
+    #[serde(default)]
+    pub dtype: Dtype,
+    /// Token ids that end a completion; the end tokens of the model's configuration by default.
+    #[serde(default)]
+    pub stop_token_ids: Option<Vec<u32>>,
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+/// The rollout engine: memory and batching. Changes speed, never a sample.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Engine {
+    /// Memory for keys, values and, with replay on, routes of all resident tokens.
+    pub kv_memory: Bytes,
+    /// Tokens in a block, the unit in which that memory is given out and shared.
+    pub block_tokens: usize,
+    /// Tokens of one tick, decoded and prefilled together; longer prompts are prefilled in chunks.
+    pub max_batch_tokens: usize,
+    /// Sequences decoded at once.
+    pub max_running: usize,
+    /// Keeps blocks of finished sequences findable by their tokens until memory is needed or weights change.
+    pub prefix_cache: bool,
+}
+
+impl Default for Engine {
+    fn default() -> Self {
+        Self {
+            kv_memory: Bytes::mib(64),
+            block_tokens: 16,
+            max_batch_tokens: 2048,
+            max_running: 128,
+            prefix_cache: true,
+        }
+    }
+}
+
+/// Whether the trainer takes the experts the rollout took (R3, arXiv 2510.11370). One switch for both sides.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct RouterReplay {
+    /// What is replayed.
+    pub mode: ReplayMode,
+}
+
+/// Whose expert choice the trainer uses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ReplayMode {
+    /// The rollout engine's, recorded token by token; gates still come from the trainer's own scores.
+    #[default]
+    R3,
+    /// The trainer's own. No route is recorded and no memory is held for one.
+    Off,
+}
