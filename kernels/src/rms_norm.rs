@@ -1,0 +1,292 @@
+//! Root-mean-square layer normalisation (arXiv 1910.07467), over the last dimension.
+//!
+//! One row is one reduction in a fixed order, so a row's result depends on that row alone.
+
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
+
+use crate::candle_io::{f32_slice, with_f32};
+use crate::isa::{Isa, multiversion, sum_lanes};
+use crate::parallel;
+
+const LANES: usize = 16;
+/// Sets of lanes in a reduction, so that one addition need not wait for the last.
+const SETS: usize = 4;
+
+/// `y = x / sqrt(mean(x^2) + eps) * weight` for every row of `weight.len()`, `x` and `y` `[T, D]`.
+///
+/// With `D = head_dim` and `T` tokens times heads it is the query and key norm of Qwen3.
+///
+/// # Panics
+/// If `x` is not whole rows or `y` is not of its length.
+pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
+    let width = weight.len();
+    assert!(width > 0 && x.len().is_multiple_of(width), "x of {} elements is not [T, {width}]", x.len());
+    assert_eq!(x.len(), y.len(), "y is not of x's shape");
+    parallel::for_rows(y, width, 2 * width, |first, y| {
+        normalise_rows(&x[first * width..][..y.len()], weight, eps, y);
+    });
+}
+
+multiversion! {
+    fn normalise_rows(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) = normalise_rows_body;
+}
+
+#[inline(always)]
+fn normalise_rows_body<I: Isa>(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
+    for (x, y) in x.chunks_exact(weight.len()).zip(y.chunks_exact_mut(weight.len())) {
+        let scale = inverse_rms::<I>(x, eps);
+        for ((y, &x), &weight) in y.iter_mut().zip(x).zip(weight) {
+            *y = x * scale * weight;
+        }
+    }
+}
+
+/// `1 / sqrt(mean(x^2) + eps)` of a row.
+#[inline(always)]
+fn inverse_rms<I: Isa>(x: &[f32], eps: f32) -> f32 {
+    1.0 / (sum_of_products::<I, 2>([x, x]) / x.len() as f32 + eps).sqrt()
+}
+
+/// `sum_i a_i b_i ...` of `N` equally long rows: element `i` goes to lane `i % 64`, sets of 16 lanes are added up in
+/// order, then the lanes.
+#[inline(always)]
+fn sum_of_products<I: Isa, const N: usize>(rows: [&[f32]; N]) -> f32 {
+    let product = |i: usize| {
+        let mut factors = 1.0;
+        for row in &rows[..N - 1] {
+            factors *= row[i];
+        }
+        (factors, rows[N - 1][i])
+    };
+    let mut sets = [[0.0; LANES]; SETS];
+    let len = rows[0].len();
+    let whole = len - len % (SETS * LANES);
+    for start in (0..whole).step_by(SETS * LANES) {
+        for (set, lanes) in sets.iter_mut().enumerate() {
+            for (lane, sum) in lanes.iter_mut().enumerate() {
+                let (a, b) = product(start + set * LANES + lane);
+                *sum = I::mul_add(a, b, *sum);
+            }
+        }
+    }
+    for i in whole..len {
+        let (a, b) = product(i);
+        let sum = &mut sets[(i - whole) / LANES][i % LANES];
+        *sum = I::mul_add(a, b, *sum);
+    }
+    let [mut lanes, rest @ ..] = sets;
+    for set in rest {
+        for (lane, value) in lanes.iter_mut().zip(set) {
+            *lane += value;
+        }
+    }
+    sum_lanes(lanes)
+}
+
+/// [`rms_norm`] of `x` `[.., D]` by `weight` `[D]`, differentiable in both.
+///
+/// # Errors
+/// If an operand is not f32 on the CPU, or `x` does not end in `D`.
+pub fn rms_norm_op(x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor> {
+    let width = weight.dims1()?;
+    if x.dims().last() != Some(&width) || width == 0 {
+        candle_core::bail!("rms_norm of {:?} by a weight of {width}", x.shape());
+    }
+    x.contiguous()?.apply_op2(&weight.contiguous()?, RmsNorm { eps })
+}
+
+struct RmsNorm {
+    eps: f32,
+}
+
+impl CustomOp2 for RmsNorm {
+    fn name(&self) -> &'static str {
+        "rms-norm"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let mut y = vec![0.0; x_layout.shape().elem_count()];
+        rms_norm(f32_slice(x, x_layout)?, f32_slice(weight, weight_layout)?, self.eps, &mut y);
+        Ok((CpuStorage::F32(y), x_layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _y: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let mut grads = (vec![0.0; x.elem_count()], vec![0.0; weight.elem_count()]);
+        with_f32(x, |x| {
+            with_f32(weight, |weight| {
+                with_f32(grad, |grad| {
+                    let y = Saved { x, weight, eps: self.eps };
+                    backward(&y, grad, &mut grads.0, &mut grads.1);
+                    Ok(())
+                })
+            })
+        })?;
+        let x_grad = Tensor::from_vec(grads.0, x.shape(), x.device())?;
+        let weight_grad = Tensor::from_vec(grads.1, weight.shape(), weight.device())?;
+        Ok((Some(x_grad), Some(weight_grad)))
+    }
+}
+
+/// The operands of a forward.
+struct Saved<'a> {
+    x: &'a [f32],
+    weight: &'a [f32],
+    eps: f32,
+}
+
+/// Rows whose weight gradients are summed up by one task: a constant, so that the order of that sum does not depend
+/// on the threads.
+const BLOCK_ROWS: usize = 64;
+
+/// Gradients `x_grad` `[T, D]` and `weight_grad` `[D]` from `grad` `[T, D]`.
+fn backward(saved: &Saved<'_>, grad: &[f32], x_grad: &mut [f32], weight_grad: &mut [f32]) {
+    let width = saved.weight.len();
+    let n_rows = grad.len() / width;
+    let n_blocks = n_rows.div_ceil(BLOCK_ROWS);
+    let mut sums = vec![0.0; n_blocks * width];
+    let (x_parts, sum_parts) = (parallel::Disjoint::new(x_grad), parallel::Disjoint::new(&mut sums));
+    parallel::for_each(n_blocks, 6 * grad.len(), |block| {
+        let rows = block * BLOCK_ROWS * width..((block + 1) * BLOCK_ROWS).min(n_rows) * width;
+        let saved = Saved { x: &saved.x[rows.clone()], ..*saved };
+        // SAFETY: blocks of rows do not overlap.
+        let x_grad = unsafe { x_parts.part(rows.clone()) };
+        // SAFETY: each block has its own row of sums.
+        let sums = unsafe { sum_parts.part(block * width..(block + 1) * width) };
+        backward_rows(&saved, &grad[rows], x_grad, sums);
+    });
+    for sums in sums.chunks_exact(width) {
+        for (total, sum) in weight_grad.iter_mut().zip(sums) {
+            *total += sum;
+        }
+    }
+}
+
+multiversion! {
+    fn backward_rows(saved: &Saved<'_>, grad: &[f32], x_grad: &mut [f32], weight_grad: &mut [f32]) = backward_rows_body;
+}
+
+/// With `r = 1 / sqrt(mean(x^2) + eps)`: `x_grad = r (w grad - x r^2 mean(w grad x))`, `weight_grad += x r grad`.
+#[inline(always)]
+fn backward_rows_body<I: Isa>(saved: &Saved<'_>, grad: &[f32], x_grad: &mut [f32], weight_grad: &mut [f32]) {
+    let &Saved { x, weight, eps } = saved;
+    let width = weight.len();
+    for ((x, grad), x_grad) in
+        x.chunks_exact(width).zip(grad.chunks_exact(width)).zip(x_grad.chunks_exact_mut(width))
+    {
+        let scale = inverse_rms::<I>(x, eps);
+        let mean = sum_of_products::<I, 3>([weight, grad, x]) / width as f32;
+        let pull = scale * scale * mean;
+        let operands = x.iter().zip(grad).zip(weight);
+        for (((&x, &grad), &weight), (x_grad, weight_grad)) in
+            operands.zip(x_grad.iter_mut().zip(&mut *weight_grad))
+        {
+            *x_grad = scale * (weight * grad - x * pull);
+            *weight_grad += x * scale * grad;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+    use proptest::prelude::{prop_assert, prop_assert_eq, proptest};
+
+    use super::*;
+
+    fn wave(n: usize, seed: f32) -> Vec<f32> {
+        (0..n).map(|i| ((i as f32 + seed) * 1.7).sin() * 3.0).collect()
+    }
+
+    fn bits(values: &[f32]) -> Vec<u32> {
+        values.iter().map(|x| x.to_bits()).collect()
+    }
+
+    #[test]
+    fn a_row_of_threes_and_fours_is_that_by_hand() {
+        let mut y = [0.0; 2];
+        rms_norm(&[3.0, 4.0], &[1.0, 2.0], 0.0, &mut y);
+        let rms = 12.5_f32.sqrt();
+        assert!((y[0] - 3.0 / rms).abs() < 1e-6 && (y[1] - 8.0 / rms).abs() < 1e-6);
+        rms_norm(&[0.0, 0.0], &[1.0, 2.0], 1e-6, &mut y);
+        assert_eq!(y, [0.0, 0.0]);
+    }
+
+    proptest! {
+        #[test]
+        fn rows_are_those_of_f64(width in 1_usize..300, n_rows in 0_usize..5, seed in 0.0_f32..100.0) {
+            let (x, weight) = (wave(n_rows * width, seed), wave(width, seed + 0.5));
+            let mut y = vec![f32::NAN; x.len()];
+            rms_norm(&x, &weight, 1e-5, &mut y);
+            for (x, y) in x.chunks(width).zip(y.chunks(width)) {
+                let mean = x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / width as f64;
+                for i in 0..width {
+                    let want = f64::from(x[i]) / (mean + f64::from(1e-5_f32)).sqrt() * f64::from(weight[i]);
+                    prop_assert!((f64::from(y[i]) - want).abs() < 1e-6 + 1e-6 * want.abs());
+                }
+            }
+        }
+
+        #[test]
+        fn a_row_is_the_same_alone_and_among_others(width in 1_usize..300, n_rows in 1_usize..40) {
+            let (x, weight) = (wave(n_rows * width, 0.0), wave(width, 9.0));
+            let mut y = vec![0.0; x.len()];
+            rms_norm(&x, &weight, 1e-6, &mut y);
+            for (x, y) in x.chunks(width).zip(y.chunks(width)) {
+                let mut alone = vec![0.0; width];
+                rms_norm(x, &weight, 1e-6, &mut alone);
+                prop_assert_eq!(bits(&alone), bits(y));
+            }
+        }
+    }
+
+    #[test]
+    fn the_op_has_the_bits_of_the_function() {
+        let (x, weight) = (wave(6 * 37, 0.0), wave(37, 5.0));
+        let mut y = vec![0.0; x.len()];
+        rms_norm(&x, &weight, 1e-6, &mut y);
+        let x = Tensor::from_vec(x, (37, 6), &Device::Cpu).unwrap();
+        let weight = Tensor::from_vec(weight, 37, &Device::Cpu).unwrap();
+        assert!(rms_norm_op(&x, &weight, 1e-6).is_err());
+        let op = rms_norm_op(&x.reshape((2, 3, 37)).unwrap(), &weight, 1e-6).unwrap();
+        assert_eq!(op.dims(), [2, 3, 37]);
+        assert_eq!(bits(&op.flatten_all().unwrap().to_vec1().unwrap()), bits(&y));
+    }
+
+    /// The same formula in candle's own operations, whose gradient is candle's; more rows than one block.
+    #[test]
+    fn the_gradients_are_those_of_candle() {
+        for (n_rows, width) in [(1, 1), (5, 67), (BLOCK_ROWS * 2 + 3, 16)] {
+            let x = Var::from_vec(wave(n_rows * width, 0.0), (n_rows, width), &Device::Cpu).unwrap();
+            let weight = Var::from_vec(wave(width, 3.0), width, &Device::Cpu).unwrap();
+            let mean = x.sqr().unwrap().mean_keepdim(1).unwrap();
+            let rms = (mean + 1e-5).unwrap().sqrt().unwrap();
+            let naive = x.broadcast_div(&rms).unwrap().broadcast_mul(&weight).unwrap();
+            let ours = rms_norm_op(&x, &weight, 1e-5).unwrap();
+            let pull = Tensor::from_vec(wave(n_rows * width, 7.0), (n_rows, width), &Device::Cpu).unwrap();
+            let grads = |y: Tensor| {
+                let grads = (y * &pull).unwrap().sum_all().unwrap().backward().unwrap();
+                let of = |var: &Var| -> Vec<f32> {
+                    grads.get(var).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+                };
+                [of(&x), of(&weight)].concat()
+            };
+            let (ours, naive) = (grads(ours), grads(naive));
+            assert_eq!(ours.len(), naive.len());
+            for (ours, naive) in ours.into_iter().zip(naive) {
+                assert!((ours - naive).abs() < 2e-5 * (1.0 + naive.abs()), "{ours} {naive}");
+            }
+        }
+    }
+}

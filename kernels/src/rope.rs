@@ -1,0 +1,234 @@
+//! Rotary position embedding (arXiv 2104.09864) in the halves layout of Llama and Qwen3 (`rotate_half`).
+
+use std::sync::Arc;
+
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
+
+use crate::candle_io::{f32_slice, with_f32};
+use crate::isa::{Isa, multiversion};
+use crate::parallel;
+
+/// Cosines and sines of every angle, `[max_positions, head_dim / 2]` each.
+#[derive(Clone, Debug)]
+pub struct RopeTable {
+    half: usize,
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+}
+
+impl RopeTable {
+    /// Angles `position / theta^(2i / head_dim)`, as Hugging Face's default rotary embedding computes them.
+    ///
+    /// Exponent, power, reciprocal and angle are rounded to f32 one after the other, as there; power, cosine and
+    /// sine are taken in f64 before rounding, because f32 versions differ between maths libraries.
+    ///
+    /// # Panics
+    /// If `head_dim` is not even and positive.
+    #[must_use]
+    pub fn new(theta: f64, head_dim: usize, max_positions: usize) -> Self {
+        assert!(head_dim > 0 && head_dim.is_multiple_of(2), "head_dim {head_dim} has no halves");
+        let half = head_dim / 2;
+        let theta = f64::from(theta as f32);
+        let frequencies: Vec<f32> =
+            (0..half).map(|i| 1.0 / theta.powf(f64::from((2 * i) as f32 / head_dim as f32)) as f32).collect();
+        let angles = (0..max_positions).flat_map(|p| frequencies.iter().map(move |f| p as f32 * f));
+        let (cos, sin) = angles
+            .map(|angle| {
+                let (sin, cos) = f64::from(angle).sin_cos();
+                (cos as f32, sin as f32)
+            })
+            .unzip();
+        Self { half, cos, sin }
+    }
+
+    /// Positions the table covers.
+    #[must_use]
+    pub fn max_positions(&self) -> usize {
+        self.cos.len() / self.half
+    }
+}
+
+/// Rotates `x` `[T, H, head_dim]` in place, token `t` by the angles of `positions[t]`.
+///
+/// Element `i` of a head's first half pairs with element `i` of its second:
+/// `(a, b) -> (a cos - b sin, b cos + a sin)`.
+///
+/// # Panics
+/// If `x` is not `[T, H, head_dim]`, or a position is past the table's end.
+pub fn rope(x: &mut [f32], positions: &[u32], table: &RopeTable) {
+    rotate(x, positions, table, 1.0);
+}
+
+/// [`rope`] with every sine times `direction`: 1 changes no bit, -1 turns back.
+fn rotate(x: &mut [f32], positions: &[u32], table: &RopeTable, direction: f32) {
+    let row_len = x.len() / positions.len().max(1);
+    assert!(
+        row_len * positions.len() == x.len() && row_len.is_multiple_of(2 * table.half),
+        "x of {} elements is not [{}, H, {}]",
+        x.len(),
+        positions.len(),
+        2 * table.half
+    );
+    if let Some(&last) = positions.iter().max() {
+        let end = table.max_positions();
+        assert!((last as usize) < end, "position {last} is past the table of {end} positions");
+    }
+    parallel::for_rows(x, row_len, 2 * row_len, |first, rows| {
+        rotate_rows(rows, &positions[first..][..rows.len() / row_len], table, direction);
+    });
+}
+
+multiversion! {
+    fn rotate_rows(x: &mut [f32], positions: &[u32], table: &RopeTable, direction: f32) = rotate_rows_body;
+}
+
+#[inline(always)]
+fn rotate_rows_body<I: Isa>(x: &mut [f32], positions: &[u32], table: &RopeTable, direction: f32) {
+    let half = table.half;
+    for (row, &position) in x.chunks_exact_mut(x.len() / positions.len()).zip(positions) {
+        let angles = position as usize * half..(position as usize + 1) * half;
+        let (cos, sin) = (&table.cos[angles.clone()], &table.sin[angles]);
+        for head in row.chunks_exact_mut(2 * half) {
+            let (first, second) = head.split_at_mut(half);
+            for (((a, b), &cos), &sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
+                let sin = direction * sin;
+                (*a, *b) = (I::mul_add(*a, cos, -(*b * sin)), I::mul_add(*b, cos, *a * sin));
+            }
+        }
+    }
+}
+
+/// [`rope`] of `x` `[T, H, head_dim]`, differentiable.
+///
+/// # Errors
+/// If `x` is not f32 on the CPU, or not `[T, H, head_dim]` for these positions and this table.
+///
+/// # Panics
+/// If a position is past the table's end.
+pub fn rope_op(x: &Tensor, positions: Arc<[u32]>, table: Arc<RopeTable>) -> Result<Tensor> {
+    let (n_tokens, _, head_dim) = x.dims3()?;
+    if (n_tokens, head_dim) != (positions.len(), 2 * table.half) {
+        let want = (positions.len(), 2 * table.half);
+        candle_core::bail!("rope of {:?}, not [T, H, head_dim] for (T, head_dim) = {want:?}", x.shape());
+    }
+    x.contiguous()?.apply_op1(Rope { positions, table })
+}
+
+struct Rope {
+    positions: Arc<[u32]>,
+    table: Arc<RopeTable>,
+}
+
+impl CustomOp1 for Rope {
+    fn name(&self) -> &'static str {
+        "rope"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let mut y = f32_slice(x, layout)?.to_vec();
+        rope(&mut y, &self.positions, &self.table);
+        Ok((CpuStorage::F32(y), layout.shape().clone()))
+    }
+
+    /// A rotation's transpose is the rotation back.
+    fn bwd(&self, x: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        let mut grad = with_f32(grad, |grad| Ok(grad.to_vec()))?;
+        rotate(&mut grad, &self.positions, &self.table, -1.0);
+        Tensor::from_vec(grad, x.shape(), x.device()).map(Some)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+    use proptest::prelude::{prop_assert, prop_assert_eq, proptest};
+
+    use super::*;
+
+    fn wave(n: usize) -> Vec<f32> {
+        (0..n).map(|i| (i as f32 * 1.7).sin() * 3.0).collect()
+    }
+
+    #[test]
+    fn position_zero_changes_nothing_and_position_one_turns_by_one_radian() {
+        let table = RopeTable::new(10_000.0, 2, 2);
+        let mut x = [3.0, 4.0, 3.0, 4.0];
+        rope(&mut x, &[0, 1], &table);
+        assert_eq!(x[..2], [3.0, 4.0]);
+        let (sin, cos) = 1.0_f32.sin_cos();
+        assert!((x[2] - (3.0 * cos - 4.0 * sin)).abs() < 1e-6);
+        assert!((x[3] - (4.0 * cos + 3.0 * sin)).abs() < 1e-6);
+    }
+
+    /// `10000^(2i / 8)` is 1, 10, 100, 1000: reciprocal and angle are then rounded to f32, as in torch.
+    #[test]
+    fn angles_are_rounded_to_f32_before_the_sine() {
+        let table = RopeTable::new(10_000.0, 8, 30_001);
+        for (i, frequency) in [1.0, 0.1, 0.01, 0.001_f32].into_iter().enumerate() {
+            for position in [1_u16, 7, 30_000] {
+                let (sin, cos) = f64::from(f32::from(position) * frequency).sin_cos();
+                let at = usize::from(position) * 4 + i;
+                assert_eq!((table.sin[at], table.cos[at]), (sin as f32, cos as f32));
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn every_pair_is_turned_by_its_angle(half in 1_usize..65, heads in 1_usize..4, first in 0_u32..500) {
+            let table = RopeTable::new(1e6, 2 * half, 600);
+            let positions = [first, 599, 0, first + 1];
+            let before = wave(4 * heads * 2 * half);
+            let mut after = before.clone();
+            rope(&mut after, &positions, &table);
+            for (i, (before, after)) in before.chunks(2 * half).zip(after.chunks(2 * half)).enumerate() {
+                for j in 0..half {
+                    let angle = f64::from(positions[i / heads]) * 1e6_f64.powf(-(j as f64) / half as f64);
+                    let (sin, cos) = angle.sin_cos();
+                    let (a, b) = (f64::from(before[j]), f64::from(before[half + j]));
+                    // An f32 angle of up to 600 radians is off by 2^-15.
+                    prop_assert!((f64::from(after[j]) - (a * cos - b * sin)).abs() < 4e-4);
+                    prop_assert!((f64::from(after[half + j]) - (b * cos + a * sin)).abs() < 4e-4);
+                }
+            }
+        }
+
+        #[test]
+        fn a_token_is_turned_the_same_alone_and_among_others(half in 1_usize..65, n_tokens in 1_u32..30) {
+            let table = RopeTable::new(1e4, 2 * half, 100);
+            let positions: Vec<u32> = (0..n_tokens).map(|t| t * 37 % 100).collect();
+            let mut all = wave(positions.len() * 4 * half);
+            let mut alone = all.clone();
+            rope(&mut all, &positions, &table);
+            for (row, position) in alone.chunks_mut(4 * half).zip(&positions) {
+                rope(row, std::slice::from_ref(position), &table);
+            }
+            prop_assert_eq!(all, alone);
+        }
+    }
+
+    #[test]
+    fn a_position_past_the_table_is_named() {
+        let table = RopeTable::new(1e4, 4, 8);
+        let panic = std::panic::catch_unwind(|| rope(&mut [0.0; 8], &[0, 8], &table)).unwrap_err();
+        assert_eq!(*panic.downcast::<String>().unwrap(), "position 8 is past the table of 8 positions");
+    }
+
+    #[test]
+    fn the_op_has_the_bits_of_the_function_and_its_gradient_turns_back() {
+        let table = Arc::new(RopeTable::new(1e4, 6, 50));
+        let positions: Arc<[u32]> = Arc::from([3, 49]);
+        let x = Var::from_vec(wave(24), (2, 2, 6), &Device::Cpu).unwrap();
+        let y = rope_op(&x, positions.clone(), table.clone()).unwrap();
+        let mut want = wave(24);
+        rope(&mut want, &positions, &table);
+        assert_eq!(y.flatten_all().unwrap().to_vec1::<f32>().unwrap(), want);
+
+        // The gradient of sum(y^2) / 2 is x itself, because a rotation keeps lengths.
+        let loss = (y.sqr().unwrap().sum_all().unwrap() * 0.5).unwrap();
+        let grads = loss.backward().unwrap();
+        let grad: Vec<f32> = grads.get(&x).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+        assert!(grad.iter().zip(wave(24)).all(|(grad, x)| (grad - x).abs() < 1e-5));
+        assert!(rope_op(&x, Arc::from([3]), table).is_err());
+    }
+}
