@@ -1,1 +1,32 @@
-//! CPU kernels, one file per op.
+//! CPU kernels of r3: every op of the mixture-of-experts transformer, one file each, forward and backward.
+//!
+//! The rollout engine and the trainer call the *same* functions, so with equal weights and dtype their
+//! log-probabilities agree to the bit. That holds because every output element has one reduction order, fixed by
+//! the model's dimensions alone: never by the number of tokens, their neighbours, the chunking or the threads.
+//!
+//! An op comes as a plain function over row-major f32 slices (what the engine calls) and, where the trainer needs
+//! a gradient, as `*_op` over candle tensors, whose forward is that same function. Backward passes are
+//! deterministic: no atomics, no order that depends on scheduling.
+//!
+//! This crate must never know configurations, files, text, sequences' lifetimes or policies. `unsafe` is allowed
+//! here (and in `r3-ring` alone) for SIMD dispatch and for tasks that write disjoint parts of one buffer.
+//!
+//! Start with [`gemm`], the layout everything rests on, then [`experts`]; `isa` says how code is compiled for
+//! several instruction sets, `parallel` how work is split.
+#![expect(unsafe_code, reason = "SIMD behind run-time detection, and disjoint writes from parallel tasks")]
+
+pub mod adamw;
+pub mod attention;
+pub mod experts;
+pub mod gemm;
+pub mod logprob;
+pub mod rms_norm;
+pub mod rope;
+pub mod router;
+pub mod swiglu;
+
+mod candle_io;
+mod exp;
+mod isa;
+mod parallel;
+mod softmax;

@@ -1,0 +1,284 @@
+//! Matrix products against weights that were packed once: `y = x Wᵀ (+ bias)`, in f32 or bf16.
+//!
+//! A weight matrix `[N, K]` is stored as panels of 16 output columns: f32 as `[N/16][K][16]`, bf16 as
+//! `[N/16][K/2][16][2]`, the layout of the `vdpbf16ps` instruction. Lanes are therefore output columns, and every
+//! element of `y` is one chain of multiply-adds over `k = 0..K`. Tiles, tails, threads and the number of rows
+//! decide only *when* a chain runs, never its order: the same row gives the same bits in any batch.
+//!
+//! bf16 rounds weights and activations (to nearest, ties to even) and accumulates in f32. Machines with AVX512-BF16
+//! multiply pairs in one instruction; others widen to f32. The two may differ in the last bits, calls never do.
+
+use std::cell::RefCell;
+use std::fmt;
+
+use candle_core::{Result, Tensor};
+
+use crate::parallel::{self, Disjoint};
+
+mod bf16;
+pub(crate) mod gradient;
+mod kernel;
+mod linear;
+
+use kernel::{Job, LANES, Line, Tile};
+
+/// How a matrix is stored and multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Dtype {
+    /// 32-bit floats.
+    F32,
+    /// bfloat16 operands, f32 sums.
+    Bf16,
+}
+
+impl fmt::Display for Dtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+        })
+    }
+}
+
+/// A weight matrix `W` `[N, K]`, packed for `y = x Wᵀ`.
+#[derive(Clone, Debug)]
+pub struct PackedMatrix {
+    n: usize,
+    k: usize,
+    panels: Panels,
+}
+
+/// `[N/16][depth]` lines; rows beyond `N` and the odd half of a last pair are zero.
+#[derive(Clone, Debug)]
+enum Panels {
+    /// Depth `K`.
+    F32(Vec<Line<f32>>),
+    /// Depth `K/2`: a word is two bf16, the lower `k` in the low half.
+    Bf16(Vec<Line<u32>>),
+}
+
+impl PackedMatrix {
+    /// Packs `w`, row-major `[n, k]`.
+    ///
+    /// # Panics
+    /// If `w` is not `[n, k]`, or `n` or `k` is 0.
+    #[must_use]
+    pub fn pack(w: &[f32], n: usize, k: usize, dtype: Dtype) -> Self {
+        assert!(n > 0 && k > 0, "a packed matrix has at least one row and column, not [{n}, {k}]");
+        let n_panels = n.div_ceil(LANES);
+        let panels = match dtype {
+            Dtype::F32 => Panels::F32(vec![Line::default(); n_panels * k]),
+            Dtype::Bf16 => Panels::Bf16(vec![Line::default(); n_panels * k.div_ceil(2)]),
+        };
+        let mut packed = Self { n, k, panels };
+        packed.repack(w);
+        packed
+    }
+
+    /// Replaces the matrix by `w` of the same shape, without allocating.
+    ///
+    /// # Panics
+    /// If `w` is not `[N, K]`.
+    pub fn repack(&mut self, w: &[f32]) {
+        let (n, k) = (self.n, self.k);
+        assert_eq!(w.len(), n * k, "weights must stay [{n}, {k}]");
+        match &mut self.panels {
+            Panels::F32(lines) => parallel::for_rows(lines, k, LANES * k, |first, lines| {
+                for (i, panel) in lines.chunks_exact_mut(k).enumerate() {
+                    kernel::pack_f32(panel_rows(w, k, first + i), k, panel);
+                }
+            }),
+            Panels::Bf16(lines) => parallel::for_rows(lines, k.div_ceil(2), LANES * k, |first, lines| {
+                for (i, panel) in lines.chunks_exact_mut(k.div_ceil(2)).enumerate() {
+                    kernel::pack_bf16(panel_rows(w, k, first + i), k, panel);
+                }
+            }),
+        }
+    }
+
+    /// Reads row `row` of `W` back into `out` `[K]`, exactly as stored.
+    ///
+    /// # Panics
+    /// If `row` is out of range or `out` is not `[K]`.
+    pub fn unpack_row(&self, row: usize, out: &mut [f32]) {
+        assert!(row < self.n, "row {row} of {}", self.n);
+        assert_eq!(out.len(), self.k, "a row has {} elements", self.k);
+        let (panel, lane) = (row / LANES, row % LANES);
+        match &self.panels {
+            Panels::F32(lines) => {
+                for (out, line) in out.iter_mut().zip(&lines[panel * self.k..]) {
+                    *out = line.0[lane];
+                }
+            }
+            Panels::Bf16(lines) => {
+                for (out, line) in out.chunks_mut(2).zip(&lines[panel * self.k.div_ceil(2)..]) {
+                    for (out, half) in out.iter_mut().zip(bf16::unpair(line.0[lane])) {
+                        *out = half;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Rows of `W`: columns of the product.
+    #[must_use]
+    pub fn n(&self) -> usize {
+        self.n
+    }
+
+    /// Columns of `W`: columns of `x`.
+    #[must_use]
+    pub fn k(&self) -> usize {
+        self.k
+    }
+
+    /// How it is stored.
+    #[must_use]
+    pub fn dtype(&self) -> Dtype {
+        match self.panels {
+            Panels::F32(_) => Dtype::F32,
+            Panels::Bf16(_) => Dtype::Bf16,
+        }
+    }
+
+    /// Memory held, with padding.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        match &self.panels {
+            Panels::F32(lines) => size_of_val(lines.as_slice()),
+            Panels::Bf16(lines) => size_of_val(lines.as_slice()),
+        }
+    }
+}
+
+/// `y = x Wᵀ + bias`: `x` `[T, K]`, `bias` `[N]`, `y` `[T, N]`, overwritten whole.
+///
+/// With bf16 weights `x` is rounded to bf16 first; sums are f32 either way. Batch-invariant: row `t` of `y`
+/// depends on row `t` of `x` alone, to the bit.
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn matmul(x: &[f32], w: &PackedMatrix, bias: Option<&[f32]>, y: &mut [f32]) {
+    thread_local! {
+        /// Buffers for rounded activations. A stack, because a thread that waits for its tasks may run another
+        /// caller's matmul meanwhile.
+        static ROUNDED: RefCell<Vec<Vec<u32>>> = const { RefCell::new(Vec::new()) };
+    }
+    match w.dtype() {
+        Dtype::F32 => multiply(Rows::F32(x), w, bias, y),
+        Dtype::Bf16 => {
+            let mut rounded = ROUNDED.with_borrow_mut(Vec::pop).unwrap_or_default();
+            round_rows(x, w.k, &mut rounded);
+            multiply(Rows::Bf16(&rounded), w, bias, y);
+            ROUNDED.with_borrow_mut(|stack| stack.push(rounded));
+        }
+    }
+}
+
+/// Rows of activations, as the kernels of a dtype read them.
+#[derive(Clone, Copy)]
+pub(crate) enum Rows<'a> {
+    /// `[T, K]`.
+    F32(&'a [f32]),
+    /// `[T, K/2]` pairs, made by [`round_rows`].
+    Bf16(&'a [u32]),
+}
+
+/// Rounds `x` `[T, k]` to bf16 pairs `[T, k/2]`, an odd last element paired with zero. `rounded` is resized; it
+/// allocates only when it grows beyond its capacity.
+pub(crate) fn round_rows(x: &[f32], k: usize, rounded: &mut Vec<u32>) {
+    let depth = k.div_ceil(2);
+    let n_rows = x.len() / k;
+    rounded.resize(n_rows * depth, 0);
+    parallel::for_rows(rounded, depth, k, |first, rounded| {
+        bf16::round_rows(&x[first * k..][..rounded.len() / depth * k], k, rounded);
+    });
+}
+
+/// [`round_rows`] for rows that go to a place of their own, on the calling thread.
+pub(crate) fn round_row(x: &[f32], rounded: &mut [u32]) {
+    bf16::round_rows(x, x.len(), rounded);
+}
+
+/// [`matmul`] with activations that are already in the matrix's dtype.
+///
+/// # Panics
+/// If shapes or dtypes do not fit.
+pub(crate) fn multiply(x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, y: &mut [f32]) {
+    let n = w.n;
+    assert!(bias.is_none_or(|bias| bias.len() == n), "a bias has {n} elements");
+    assert!(y.len().is_multiple_of(n), "rows of the product have {n} elements");
+    let n_rows = y.len() / n;
+    let work = y.len() * w.k;
+    let grid = Grid::new(n_rows, n.div_ceil(LANES), parallel::task_count(work));
+    let y = Disjoint::new(y);
+    match (x, &w.panels) {
+        (Rows::F32(x), Panels::F32(lines)) => {
+            let job = Job { x, lines, depth: w.k, n, bias, y };
+            job.check(n_rows);
+            parallel::for_each(grid.len(), work, |i| kernel::run_f32(&job, &grid.tile(i)));
+        }
+        (Rows::Bf16(x), Panels::Bf16(lines)) => {
+            let job = Job { x, lines, depth: w.k.div_ceil(2), n, bias, y };
+            job.check(n_rows);
+            parallel::for_each(grid.len(), work, |i| kernel::run_bf16(&job, &grid.tile(i)));
+        }
+        _ => panic!("activations must be in the dtype of the weights"),
+    }
+}
+
+/// `x Wᵀ` for tensors: `x` `[.., K]`, `w` `[N, K]`, f32 on the CPU; the result is `[.., N]`.
+///
+/// The forward packs `w` and calls [`matmul`], so it has the engine's bits; gradients flow to both operands.
+///
+/// # Errors
+/// If shapes, dtypes or devices do not fit.
+pub fn linear(x: &Tensor, w: &Tensor) -> Result<Tensor> {
+    linear::apply(x, w)
+}
+
+/// The 16 rows of `w` that make panel `panel`; fewer at the end.
+fn panel_rows(w: &[f32], k: usize, panel: usize) -> &[f32] {
+    let from = panel * LANES * k;
+    &w[from..w.len().min(from + LANES * k)]
+}
+
+/// A product `[rows, panels]` cut into tiles, one per task.
+struct Grid {
+    n_rows: usize,
+    n_panels: usize,
+    tile_rows: usize,
+    tile_panels: usize,
+}
+
+impl Grid {
+    /// Rows a task works on at most: they stay in the second-level cache next to the panels they meet.
+    const MAX_ROWS: usize = 128;
+
+    /// Cuts into about `n_tasks` tiles: along columns first, which reads every weight once, then along rows. Cuts
+    /// are at multiples of what a register tile holds.
+    fn new(n_rows: usize, n_panels: usize, n_tasks: usize) -> Self {
+        let row_runs = n_rows.div_ceil(Self::MAX_ROWS).max(1);
+        let tile_panels =
+            n_panels.div_ceil(n_tasks.div_ceil(row_runs)).next_multiple_of(kernel::TILE_PANELS).min(n_panels);
+        let row_runs = n_tasks.div_ceil(n_panels.div_ceil(tile_panels)).max(row_runs);
+        let tile_rows = n_rows.div_ceil(row_runs).next_multiple_of(kernel::TILE_ROWS);
+        Self { n_rows, n_panels, tile_rows, tile_panels }
+    }
+
+    fn len(&self) -> usize {
+        self.n_rows.div_ceil(self.tile_rows.max(1)) * self.n_panels.div_ceil(self.tile_panels)
+    }
+
+    fn tile(&self, index: usize) -> Tile {
+        let columns = self.n_panels.div_ceil(self.tile_panels);
+        let (row, panel) = (index / columns * self.tile_rows, index % columns * self.tile_panels);
+        Tile {
+            rows: row..self.n_rows.min(row + self.tile_rows),
+            panels: panel..self.n_panels.min(panel + self.tile_panels),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,218 @@
+//! Tests of packing and products, against plain loops.
+
+use candle_core::{Device, Tensor, Var};
+use half::bf16;
+use proptest::prelude::{Just, Strategy, prop_assert, prop_assert_eq, prop_oneof, proptest};
+use proptest::test_runner::TestCaseResult;
+
+use super::kernel::{LANES, Line, run_bf16, run_widened};
+use super::*;
+
+/// Numbers that differ everywhere and cancel in sums.
+fn noise(n: usize, seed: usize) -> Vec<f32> {
+    (0..n).map(|i| ((i * 7919 + seed * 104_729) as f32 * 0.618_034).fract() * 4.0 - 2.0).collect()
+}
+
+fn rounded(values: &[f32]) -> Vec<f32> {
+    values.iter().map(|&x| bf16::from_f32(x).to_f32()).collect()
+}
+
+/// Plain sums in f64, with the sum of magnitudes that bounds the rounding error.
+fn naive(x: &[f32], w: &[f32], k: usize, bias: Option<&[f32]>) -> Vec<(f64, f64)> {
+    let dot = |x: &[f32], w: &[f32], bias: f32| {
+        let products = x.iter().zip(w).map(|(&x, &w)| f64::from(x) * f64::from(w));
+        let bias = f64::from(bias);
+        products.fold((bias, bias.abs()), |(sum, size), p| (sum + p, size + p.abs()))
+    };
+    let row =
+        |x| w.chunks_exact(k).enumerate().map(move |(n, w)| dot(x, w, bias.map_or(0.0, |bias| bias[n])));
+    x.chunks_exact(k).flat_map(row).collect()
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|x| x.to_bits()).collect()
+}
+
+fn in_pool<R: Send>(threads: usize, body: impl FnOnce() -> R + Send) -> R {
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(body)
+}
+
+fn dtype() -> impl Strategy<Value = Dtype> {
+    prop_oneof![Just(Dtype::F32), Just(Dtype::Bf16)]
+}
+
+/// Rows, columns and depth; now and then large enough to be split over threads.
+fn shape() -> impl Strategy<Value = (usize, usize, usize)> {
+    prop_oneof![
+        4 => (0_usize..20, 1_usize..150, 1_usize..70),
+        1 => (1_usize..300, 100_usize..200, 60_usize..80),
+        1 => (1_usize..4, 600_usize..1400, 500_usize..700),
+    ]
+}
+
+fn product(x: &[f32], w: &PackedMatrix, bias: Option<&[f32]>) -> Vec<f32> {
+    let mut y = vec![f32::NAN; x.len() / w.k() * w.n()];
+    matmul(x, w, bias, &mut y);
+    y
+}
+
+fn check_product((t, n, k): (usize, usize, usize), dtype: Dtype, with_bias: bool) -> TestCaseResult {
+    let (x, w, bias) = (noise(t * k, 1), noise(n * k, 2), noise(n, 3));
+    let bias = with_bias.then_some(bias.as_slice());
+    let y = product(&x, &PackedMatrix::pack(&w, n, k, dtype), bias);
+    let expected = match dtype {
+        Dtype::F32 => naive(&x, &w, k, bias),
+        Dtype::Bf16 => naive(&rounded(&x), &rounded(&w), k, bias),
+    };
+    for (&y, (exact, size)) in y.iter().zip(expected) {
+        prop_assert!((f64::from(y) - exact).abs() <= 1e-6 * size, "{y}, not {exact}");
+    }
+    Ok(())
+}
+
+proptest! {
+    #[test]
+    fn a_product_is_that_of_plain_loops(shape in shape(), dtype in dtype(), with_bias: bool) {
+        check_product(shape, dtype, with_bias)?;
+    }
+
+    #[test]
+    fn a_row_has_the_same_bits_alone_and_in_any_batch((t, n, k) in shape(), dtype in dtype(), with_bias: bool) {
+        let (x, bias) = (noise(t * k, 1), noise(n, 3));
+        let bias = with_bias.then_some(bias.as_slice());
+        let w = PackedMatrix::pack(&noise(n * k, 2), n, k, dtype);
+        let y = in_pool(2, || product(&x, &w, bias));
+        prop_assert_eq!(bits(&y), bits(&in_pool(1, || product(&x, &w, bias))));
+        for (x, y) in x.chunks_exact(k).zip(y.chunks_exact(n)) {
+            prop_assert_eq!(bits(&product(x, &w, bias)), bits(y));
+        }
+        let part = t / 2 * k;
+        prop_assert_eq!(bits(&product(&x[part..], &w, bias)), bits(&y[t / 2 * n..]));
+    }
+
+    #[test]
+    fn an_f32_product_is_one_chain_over_k((t, n, k) in shape()) {
+        let (x, w) = (noise(t * k, 1), noise(n * k, 2));
+        let fused = crate::isa::level() != crate::isa::Level::Baseline;
+        let y = product(&x, &PackedMatrix::pack(&w, n, k, Dtype::F32), None);
+        for (x, y) in x.chunks_exact(k).zip(y.chunks_exact(n)) {
+            for (w, y) in w.chunks_exact(k).zip(y) {
+                let add = |sum: f32, (x, w): (&f32, &f32)| if fused { w.mul_add(*x, sum) } else { sum + w * x };
+                prop_assert_eq!(x.iter().zip(w).fold(0.0, add).to_bits(), y.to_bits());
+            }
+        }
+    }
+
+    #[test]
+    fn packing_keeps_every_value(n in 1_usize..70, k in 1_usize..40, dtype in dtype()) {
+        let w = match dtype {
+            Dtype::F32 => noise(n * k, 1),
+            Dtype::Bf16 => rounded(&noise(n * k, 1)),
+        };
+        let mut packed = PackedMatrix::pack(&noise(n * k, 2), n, k, dtype);
+        let bytes = packed.bytes();
+        packed.repack(&w);
+        let mut row = vec![f32::NAN; k];
+        for (i, expected) in w.chunks_exact(k).enumerate() {
+            packed.unpack_row(i, &mut row);
+            prop_assert_eq!(bits(&row), bits(expected));
+        }
+        prop_assert_eq!((packed.n(), packed.k(), packed.dtype(), packed.bytes()), (n, k, dtype, bytes));
+    }
+
+    #[test]
+    fn bf16_is_close_to_f32((t, n, k) in shape()) {
+        let (x, w) = (noise(t * k, 1), noise(n * k, 2));
+        let y = product(&x, &PackedMatrix::pack(&w, n, k, Dtype::Bf16), None);
+        // Rounding moves either operand by at most 2^-9 of itself.
+        for (&y, (exact, size)) in y.iter().zip(naive(&x, &w, k, None)) {
+            prop_assert!((f64::from(y) - exact).abs() <= size * 0.00392, "{y}, not {exact}");
+        }
+    }
+
+    #[test]
+    fn every_grid_covers_a_product_once(n_rows in 0_usize..400, n_panels in 1_usize..60, n_tasks in 1_usize..70) {
+        let grid = Grid::new(n_rows, n_panels, n_tasks);
+        let mut seen = vec![0; n_rows * n_panels];
+        for index in 0..grid.len() {
+            let tile = grid.tile(index);
+            prop_assert!(!tile.rows.is_empty() && !tile.panels.is_empty());
+            for row in tile.rows {
+                tile.panels.clone().for_each(|panel| seen[row * n_panels + panel] += 1);
+            }
+        }
+        prop_assert!(seen.iter().all(|&times| times == 1));
+    }
+}
+
+#[test]
+fn native_and_widened_bf16_agree() {
+    for (t, n, k) in [(1, 300, 64), (2, 130, 33), (15, 70, 40), (9, 64, 128)] {
+        let (x, w) = (noise(t * k, 1), noise(n * k, 2));
+        let PackedMatrix { panels: Panels::Bf16(lines), .. } = PackedMatrix::pack(&w, n, k, Dtype::Bf16)
+        else {
+            panic!("bf16 was asked for")
+        };
+        let mut pairs = Vec::new();
+        round_rows(&x, k, &mut pairs);
+        let run = |kernel: fn(&Job<'_, u32>, &Tile)| {
+            let mut y = vec![f32::NAN; t * n];
+            let (lines, y_parts): (&[Line<u32>], _) = (&lines, Disjoint::new(&mut y));
+            let job = Job { x: &pairs, lines, depth: k.div_ceil(2), n, bias: None, y: y_parts };
+            kernel(&job, &Tile { rows: 0..t, panels: 0..n.div_ceil(LANES) });
+            y
+        };
+        let sizes = naive(&x, &w, k, None);
+        for ((a, b), (_, size)) in run(run_bf16).into_iter().zip(run(run_widened)).zip(sizes) {
+            assert!(f64::from((a - b).abs()) <= 1e-6 * size, "{a} or {b}");
+        }
+    }
+}
+
+#[test]
+fn linear_has_the_bits_of_matmul_and_the_gradients_of_candle() {
+    let (t, n, k) = (13, 21, 10);
+    let x = Var::from_vec(noise(t * k, 1), (t, k), &Device::Cpu).unwrap();
+    let w = Var::from_vec(noise(n * k, 2), (n, k), &Device::Cpu).unwrap();
+    let upstream = Tensor::from_vec(noise(t * n, 3), (t, n), &Device::Cpu).unwrap();
+    let y = linear(&x, &w).unwrap();
+    let w_values = w.flatten_all().unwrap().to_vec1().unwrap();
+    let expected = product(&noise(t * k, 1), &PackedMatrix::pack(&w_values, n, k, Dtype::F32), None);
+    assert_eq!(bits(&y.flatten_all().unwrap().to_vec1().unwrap()), bits(&expected));
+
+    let gradients = |y: &Tensor| {
+        let store = (y * &upstream).unwrap().sum_all().unwrap().backward().unwrap();
+        [&x, &w].map(|var| store.get(var).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap())
+    };
+    let reference = x.matmul(&w.t().unwrap()).unwrap();
+    for (ours, candles) in gradients(&y).iter().flatten().zip(gradients(&reference).iter().flatten()) {
+        assert!((ours - candles).abs() <= 1e-4, "{ours}, not {candles}");
+    }
+}
+
+#[test]
+fn linear_keeps_leading_dimensions_and_copies_strided_operands() {
+    let x =
+        Tensor::from_vec(noise(2 * 3 * 5, 1), (5, 2, 3), &Device::Cpu).unwrap().permute((1, 2, 0)).unwrap();
+    let w = Tensor::from_vec(noise(4 * 5, 2), (5, 4), &Device::Cpu).unwrap().t().unwrap();
+    let y = linear(&x, &w).unwrap();
+    assert_eq!(y.dims(), [2, 3, 4]);
+    let expected = x.contiguous().unwrap().broadcast_matmul(&w.t().unwrap()).unwrap();
+    let distance = (y - expected).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+    assert!(distance < 1e-5);
+    assert!(linear(&x, &Tensor::zeros((4, 6), candle_core::DType::F32, &Device::Cpu).unwrap()).is_err());
+}
+
+#[test]
+fn linear_has_the_same_gradients_on_one_thread_and_on_two() {
+    let (t, n, k) = (130, 96, 160);
+    let upstream = Tensor::from_vec(noise(t * n, 3), (t, n), &Device::Cpu).unwrap();
+    let gradients = || {
+        let x = Var::from_vec(noise(t * k, 1), (t, k), &Device::Cpu).unwrap();
+        let w = Var::from_vec(noise(n * k, 2), (n, k), &Device::Cpu).unwrap();
+        let loss = (linear(&x, &w).unwrap() * &upstream).unwrap().sum_all().unwrap();
+        let store = loss.backward().unwrap();
+        [&x, &w].map(|var| bits(&store.get(var).unwrap().flatten_all().unwrap().to_vec1().unwrap()))
+    };
+    assert_eq!(in_pool(1, gradients), in_pool(2, gradients));
+}
