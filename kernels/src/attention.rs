@@ -1,0 +1,388 @@
+//! Causal grouped-query attention over a paged cache of keys and values, and over packed sequences.
+//!
+//! Both are one function: packed attention writes its keys and values into a cache of its own and attends to that.
+//! So rollout and trainer agree to the bit, and a query's result depends on its own sequence up to its own position
+//! alone: not on chunking, block size, block table, neighbours or threads.
+
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+
+use candle_core::{Result, Tensor};
+use half::bf16;
+
+use crate::gemm::Dtype;
+use crate::isa::{Isa, multiversion};
+use crate::parallel::{self, Disjoint};
+
+mod gradient;
+mod kernel;
+#[cfg(test)]
+mod tests;
+
+use kernel::{Element, LANES, Rows, Scratch, View, attend};
+
+/// Sizes of an attention layer. Query heads `g * H / Hkv ..` share kv head `g`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heads {
+    /// Query heads, `H`: a multiple of `Hkv`.
+    pub n_heads: usize,
+    /// Heads of keys and values, `Hkv`.
+    pub n_kv_heads: usize,
+    /// Elements of a head, `hd`.
+    pub head_dim: usize,
+}
+
+impl Heads {
+    /// Query heads per kv head.
+    fn group(self) -> usize {
+        self.n_heads / self.n_kv_heads
+    }
+
+    /// Elements of one token's queries.
+    fn query_len(self) -> usize {
+        self.n_heads * self.head_dim
+    }
+
+    /// Elements of one token's keys, and of its values.
+    fn kv_len(self) -> usize {
+        self.n_kv_heads * self.head_dim
+    }
+
+    fn assert_whole(self) {
+        let whole = self.n_kv_heads > 0 && self.head_dim > 0 && self.n_heads > 0;
+        assert!(
+            whole && self.n_heads.is_multiple_of(self.n_kv_heads),
+            "query heads do not share kv heads: {self:?}"
+        );
+    }
+
+    /// What scores are multiplied by, `1 / sqrt(hd)`; queries are scaled, which costs less.
+    fn scale(self) -> f32 {
+        1.0 / (self.head_dim as f32).sqrt()
+    }
+}
+
+/// Keys and values of every resident token at every layer.
+#[derive(Clone, Debug)]
+pub struct KvCache {
+    heads: Heads,
+    n_layers: usize,
+    n_slots: usize,
+    pages: Pages,
+}
+
+#[derive(Clone, Debug)]
+enum Pages {
+    F32(Tiles<f32>),
+    Bf16(Tiles<bf16>),
+}
+
+/// Tiles of 16 slots: `keys` `[n_layers, n_tiles, Hkv, hd, 16]`, `values` `[n_layers, n_tiles, Hkv, 16, hd]`.
+#[derive(Clone, Debug)]
+struct Tiles<E> {
+    keys: Vec<E>,
+    values: Vec<E>,
+}
+
+impl KvCache {
+    /// A cache of `n_slots` tokens, all zero. Slots are stored in tiles of 16, so `n_slots` is best a multiple of that.
+    ///
+    /// # Panics
+    /// If `n_heads` is not a positive multiple of `n_kv_heads`, or `head_dim` is 0.
+    #[must_use]
+    pub fn new(n_layers: usize, n_slots: usize, heads: Heads, dtype: Dtype) -> Self {
+        heads.assert_whole();
+        let len = n_layers * n_slots.next_multiple_of(LANES) * heads.kv_len();
+        let pages = match dtype {
+            Dtype::F32 => Pages::F32(Tiles { keys: vec![0.0; len], values: vec![0.0; len] }),
+            Dtype::Bf16 => Pages::Bf16(Tiles { keys: vec![bf16::ZERO; len], values: vec![bf16::ZERO; len] }),
+        };
+        Self { heads, n_layers, n_slots, pages }
+    }
+
+    /// Bytes that one slot takes at all layers.
+    #[must_use]
+    pub fn bytes_per_slot(n_layers: usize, heads: Heads, dtype: Dtype) -> usize {
+        let bytes = match dtype {
+            Dtype::F32 => size_of::<f32>(),
+            Dtype::Bf16 => size_of::<bf16>(),
+        };
+        2 * n_layers * heads.kv_len() * bytes
+    }
+
+    /// Writes keys `k` and values `v`, `[slots.len(), Hkv, hd]` each, of `layer`; row `t` goes to `slots[t]`. A bf16
+    /// cache rounds to nearest, ties to even.
+    ///
+    /// # Panics
+    /// If a shape does not fit, or layer or slot is out of range.
+    pub fn write(&mut self, layer: usize, slots: &[u32], k: &[f32], v: &[f32]) {
+        assert!(layer < self.n_layers, "layer {layer} of {}", self.n_layers);
+        let want = slots.len() * self.heads.kv_len();
+        assert_eq!((k.len(), v.len()), (want, want), "keys and values are [{}, Hkv, hd]", slots.len());
+        self.assert_slots(slots);
+        let first_slot = layer * self.n_slots.next_multiple_of(LANES);
+        match &mut self.pages {
+            Pages::F32(tiles) => tiles.write(self.heads, first_slot, slots, (k, v)),
+            Pages::Bf16(tiles) => tiles.write(self.heads, first_slot, slots, (k, v)),
+        }
+    }
+
+    /// Copies slot `from[i]` to slot `to[i]` at all layers, one after the other.
+    ///
+    /// # Panics
+    /// If the lengths differ or a slot is out of range.
+    pub fn copy_slots(&mut self, from: &[u32], to: &[u32]) {
+        assert_eq!(from.len(), to.len(), "one slot to copy to for each to copy from");
+        self.assert_slots(from);
+        self.assert_slots(to);
+        for layer in 0..self.n_layers {
+            let first_slot = layer * self.n_slots.next_multiple_of(LANES);
+            for (&from, &to) in from.iter().zip(to) {
+                let (from, to) = (first_slot + from as usize, first_slot + to as usize);
+                match &mut self.pages {
+                    Pages::F32(tiles) => tiles.copy(self.heads, from, to),
+                    Pages::Bf16(tiles) => tiles.copy(self.heads, from, to),
+                }
+            }
+        }
+    }
+
+    fn assert_slots(&self, slots: &[u32]) {
+        if let Some(&last) = slots.iter().max() {
+            assert!((last as usize) < self.n_slots, "slot {last} of {}", self.n_slots);
+        }
+    }
+}
+
+impl<E: Element> Tiles<E> {
+    fn write(&mut self, heads: Heads, first_slot: usize, slots: &[u32], (k, v): (&[f32], &[f32])) {
+        let rows = k.chunks_exact(heads.head_dim).zip(v.chunks_exact(heads.head_dim));
+        for (i, (k, v)) in rows.enumerate() {
+            let slot = first_slot + slots[i / heads.n_kv_heads] as usize;
+            let (tile, lane) = place(heads, slot, i % heads.n_kv_heads);
+            for (place, &k) in self.keys[tile + lane..].iter_mut().step_by(LANES).zip(k) {
+                *place = E::narrow(k);
+            }
+            for (place, &v) in self.values[tile + lane * heads.head_dim..].iter_mut().zip(v) {
+                *place = E::narrow(v);
+            }
+        }
+    }
+
+    fn copy(&mut self, heads: Heads, from: usize, to: usize) {
+        for kv_head in 0..heads.n_kv_heads {
+            let ((from, from_lane), (to, to_lane)) = (place(heads, from, kv_head), place(heads, to, kv_head));
+            for d in 0..heads.head_dim {
+                self.keys[to + d * LANES + to_lane] = self.keys[from + d * LANES + from_lane];
+            }
+            let from = from + from_lane * heads.head_dim;
+            self.values.copy_within(from..from + heads.head_dim, to + to_lane * heads.head_dim);
+        }
+    }
+
+    /// One kv head of one layer.
+    fn view<'a>(&'a self, cache: &KvCache, layer: usize, kv_head: usize, table: Table<'a>) -> View<'a, E> {
+        let Heads { n_kv_heads, head_dim, .. } = cache.heads;
+        let len = self.keys.len() / cache.n_layers;
+        View {
+            keys: &self.keys[layer * len..][..len],
+            values: &self.values[layer * len..][..len],
+            n_kv_heads,
+            kv_head,
+            head_dim,
+            blocks: table.blocks,
+            block_tokens: table.block_tokens,
+        }
+    }
+}
+
+/// Where the tile of a slot and kv head starts, and the slot's lane in it.
+fn place(heads: Heads, slot: usize, kv_head: usize) -> (usize, usize) {
+    ((slot / LANES * heads.n_kv_heads + kv_head) * LANES * heads.head_dim, slot % LANES)
+}
+
+/// A block table and the size of its blocks.
+#[derive(Clone, Copy)]
+struct Table<'a> {
+    blocks: &'a [u32],
+    block_tokens: usize,
+}
+
+/// Consecutive queries of one sequence whose keys and values, their own included, lie in the cache.
+#[derive(Clone, Copy, Debug)]
+pub struct PagedSequence<'a> {
+    /// Queries of this pass.
+    pub n_queries: usize,
+    /// Position of the first of them; it sees positions `0..=start`.
+    pub start: usize,
+    /// Block table: position `p` lies in slot `blocks[p / block_tokens] * block_tokens + p % block_tokens`.
+    pub blocks: &'a [u32],
+}
+
+/// Queries and the query heads of one kv head that one task attends with.
+#[derive(Clone, Copy)]
+struct Task {
+    sequence: usize,
+    /// First query, counted over all sequences.
+    token: usize,
+    n_queries: usize,
+    /// Position of the first query.
+    start: usize,
+}
+
+/// Query rows that share a task: twice what fills the registers, so that keys are read from near caches.
+const TASK_ROWS: usize = 2 * kernel::MAX_PASS;
+
+thread_local! {
+    /// The task list of a call, kept so that calls do not allocate.
+    static TASKS: Cell<Vec<Task>> = const { Cell::new(Vec::new()) };
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
+}
+
+/// Attention of `q` `[T, H, hd]`, the queries of all `sequences` in order, into `out` `[T, H, hd]`.
+///
+/// `at` is the layer and `block_tokens`; scores are scaled by `1 / sqrt(hd)`. A score is summed up over `hd` in order,
+/// a softmax over positions in 16 lanes, an output over positions in order.
+///
+/// # Panics
+/// If a shape does not fit, or a block table is too short or leaves the cache.
+pub fn paged_attention(
+    q: &[f32],
+    cache: &KvCache,
+    at: (usize, usize),
+    sequences: &[PagedSequence<'_>],
+    out: &mut [f32],
+) {
+    let (heads, (layer, block_tokens)) = (cache.heads, at);
+    assert!(
+        layer < cache.n_layers && block_tokens > 0,
+        "layer {layer} of {}, {block_tokens} per block",
+        cache.n_layers
+    );
+    let mut tasks = TASKS.take();
+    tasks.clear();
+    let max_queries = (TASK_ROWS / heads.group()).max(1);
+    let (mut token, mut work) = (0, 0);
+    for (index, sequence) in sequences.iter().enumerate() {
+        let PagedSequence { n_queries, start, blocks } = *sequence;
+        let used = (start + n_queries).div_ceil(block_tokens);
+        let end = blocks[..used].iter().max().map_or(0, |&block| (block as usize + 1) * block_tokens);
+        assert!(end <= cache.n_slots, "sequence {index} reaches slot {end} of {}", cache.n_slots);
+        for first in (0..n_queries).step_by(max_queries) {
+            let n_queries = max_queries.min(n_queries - first);
+            tasks.push(Task { sequence: index, token: token + first, n_queries, start: start + first });
+        }
+        token += n_queries;
+        work += n_queries * (start + n_queries) * 2 * heads.query_len();
+    }
+    assert_eq!(
+        (q.len(), out.len()),
+        (token * heads.query_len(), q.len()),
+        "queries and results are [{token}, H, hd]"
+    );
+    let parts = Disjoint::new(out);
+    parallel::for_each(tasks.len() * heads.n_kv_heads, work, |i| {
+        let task = tasks[i / heads.n_kv_heads];
+        let table = Table { blocks: sequences[task.sequence].blocks, block_tokens };
+        let job = Job { cache, layer, kv_head: i % heads.n_kv_heads, table };
+        SCRATCH.with_borrow_mut(|scratch| run_task(&job, task, q, (scratch, &parts)));
+    });
+    TASKS.set(tasks);
+}
+
+/// Gathers a task's scaled queries, attends, and puts the results in their places.
+fn run_task(job: &Job<'_>, task: Task, q: &[f32], (scratch, out): (&mut Scratch, &Disjoint<'_, f32>)) {
+    let heads = job.cache.heads;
+    let row_len = heads.group() * heads.head_dim;
+    let start_of = |query: usize| (task.token + query) * heads.query_len() + job.kv_head * row_len;
+    scratch.queries.clear();
+    for query in 0..task.n_queries {
+        let row = &q[start_of(query)..][..row_len];
+        scratch.queries.extend(row.iter().map(|x| x * heads.scale()));
+    }
+    let rows = Rows { group: heads.group(), start: task.start, n_rows: task.n_queries * heads.group() };
+    attend_job(job, rows, scratch);
+    for (query, row) in scratch.out.chunks_exact(row_len).enumerate() {
+        let start = start_of(query);
+        // SAFETY: tasks are distinct pairs of queries and kv head, and this range belongs to one such pair.
+        unsafe { out.part(start..start + row_len) }.copy_from_slice(row);
+    }
+}
+
+/// Which keys and values a task reads.
+struct Job<'a> {
+    cache: &'a KvCache,
+    layer: usize,
+    kv_head: usize,
+    table: Table<'a>,
+}
+
+multiversion! {
+    fn attend_job(job: &Job<'_>, rows: Rows, scratch: &mut Scratch) = attend_job_body;
+}
+
+#[inline(always)]
+fn attend_job_body<I: Isa>(job: &Job<'_>, rows: Rows, scratch: &mut Scratch) {
+    let &Job { cache, layer, kv_head, table } = job;
+    match &cache.pages {
+        Pages::F32(tiles) => attend::<I, f32>(&tiles.view(cache, layer, kv_head, table), rows, scratch),
+        Pages::Bf16(tiles) => attend::<I, bf16>(&tiles.view(cache, layer, kv_head, table), rows, scratch),
+    }
+}
+
+/// Causal attention within each of the packed sequences: `q` and `out` `[T, H, hd]`, `k` and `v` `[T, Hkv, hd]`,
+/// `lengths` summing to `T`. The bits of [`paged_attention`] over an f32 cache of the same keys and values.
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn packed_attention(
+    q: &[f32],
+    (k, v): (&[f32], &[f32]),
+    lengths: &[usize],
+    heads: Heads,
+    out: &mut [f32],
+) {
+    let packed = PackedKv::new(lengths, heads, k, v);
+    paged_attention(q, &packed.cache, (0, LANES), &packed.sequences(), out);
+}
+
+/// Packed sequences in a cache of their own, each from the start of a tile.
+struct PackedKv<'a> {
+    cache: KvCache,
+    lengths: &'a [usize],
+    /// `0..n_tiles`, every sequence's block table after the other.
+    blocks: Vec<u32>,
+}
+
+impl<'a> PackedKv<'a> {
+    fn new(lengths: &'a [usize], heads: Heads, k: &[f32], v: &[f32]) -> Self {
+        let n_tiles: usize = lengths.iter().map(|length| length.div_ceil(LANES)).sum();
+        let blocks = (0..u32::try_from(n_tiles).expect("fewer than 2^32 tiles")).collect();
+        let mut cache = KvCache::new(1, n_tiles * LANES, heads, Dtype::F32);
+        let (mut slots, mut first) = (Vec::with_capacity(lengths.iter().sum()), 0);
+        for length in lengths {
+            slots.extend((first..first + length).map(|slot| slot as u32));
+            first += length.next_multiple_of(LANES);
+        }
+        cache.write(0, &slots, k, v);
+        Self { cache, lengths, blocks }
+    }
+
+    fn sequences(&self) -> Vec<PagedSequence<'_>> {
+        let mut blocks = &self.blocks[..];
+        let sequence = |&n_queries: &usize| {
+            let (own, rest) = blocks.split_at(n_queries.div_ceil(LANES));
+            blocks = rest;
+            PagedSequence { n_queries, start: 0, blocks: own }
+        };
+        self.lengths.iter().map(sequence).collect()
+    }
+}
+
+/// [`packed_attention`] of `q` `[T, H, hd]`, `k` and `v` `[T, Hkv, hd]` as a `[T, H, hd]` differentiable in all three.
+///
+/// # Errors
+/// If an operand is not f32 on the CPU, or the shapes do not fit.
+pub fn attention_op(q: &Tensor, k: &Tensor, v: &Tensor, lengths: Arc<[usize]>) -> Result<Tensor> {
+    gradient::apply(q, k, v, lengths)
+}
