@@ -90,14 +90,14 @@ impl Chart {
 
     /// Names and samples of the lines, right-aligned beside the title.
     fn legend(&self) -> String {
-        const LETTER: f64 = 6.6; // Width of a 12 px letter, on the wide side: a gap too many beats an overlap.
+        const LETTER: f64 = 6.2; // Width of a 12 px letter, on the wide side: a gap too many beats an overlap.
         let mut right = RIGHT;
         let mut svg = String::new();
         for series in self.series.iter().rev() {
             let left = right - LETTER * series.name.chars().count() as f64;
             svg += &format!(
                 "<line class=\"line {}\" x1=\"{:.1}\" x2=\"{:.1}\" y1=\"42\" y2=\"42\"/>\
-                 <text class=\"name\" x=\"{left:.1}\" y=\"46\">{}</text>\n",
+                 <text class=\"name\" x=\"{right:.1}\" y=\"46\" text-anchor=\"end\">{}</text>\n",
                 series.class,
                 left - 26.0,
                 left - 8.0,
@@ -214,7 +214,7 @@ impl Axis {
     }
 
     fn label(&self, tick: f64) -> String {
-        if self.log && !(0.01..1000.0).contains(&tick) {
+        if self.log && (self.low < -2.0 || self.high > 3.0) {
             format!("{tick:.0e}")
         } else {
             round(tick).to_string()

@@ -6,7 +6,8 @@
 
 use std::ops::RangeInclusive;
 
-use crate::metric::{Counter, DatasetGauge, Gauge, Kind, Metric};
+use crate::metric::{Counter, DATASET, DatasetGauge, Gauge, Kind, Metric};
+use crate::summary::FIELDS;
 
 const ANY: RangeInclusive<f64> = f64::NEG_INFINITY..=f64::INFINITY;
 const POSITIVE: RangeInclusive<f64> = 0.0..=f64::INFINITY;
@@ -181,7 +182,7 @@ pub fn markdown() -> String {
     );
     for metric in METRICS {
         let mut labels: Vec<String> = Vec::new();
-        if metric.key.contains(crate::metric::DATASET) {
+        if metric.key.contains(DATASET) {
             labels.push("dataset=\"<dataset>\"".into());
         }
         if let Some((label, value)) = metric.label {
@@ -197,6 +198,13 @@ pub fn markdown() -> String {
             metric.healthy_range(),
             metric.help.replace('|', "\\|"),
         );
+    }
+    text += "\n## The line of `--json`\n\n\
+             `r3 run RECIPE --json` ends stdout with one line, an object with the keys below, all numbers, or `null` where the\n\
+             run did not measure it. `r3 compare RECIPE --json` prints `{\"on\": …, \"off\": …}` with such an object for each.\n\n\
+             | key | meaning |\n| --- | --- |\n";
+    for (key, meaning) in FIELDS {
+        text += &format!("| `{key}` | {meaning} |\n");
     }
     text
 }

@@ -156,3 +156,102 @@ async fn serve_until(stopped: oneshot::Receiver<()>, listener: tokio::net::TcpLi
     };
     debug_assert!(served.is_ok(), "axum's accept loop retries, it does not return");
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::{Ipv4Addr, TcpStream};
+
+    use super::*;
+    use crate::metric::DATASET;
+    use crate::metrics::{K3_KL, PREEMPTIONS};
+
+    const ANY_PORT: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
+
+    fn request(path: &str, connection: &str) -> String {
+        format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: {connection}\r\n\r\n")
+    }
+
+    fn fetch(addr: SocketAddr, path: &str) -> String {
+        let mut stream = TcpStream::connect(addr).unwrap();
+        stream.write_all(request(path, "close").as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    }
+
+    #[test]
+    fn what_is_set_is_served() {
+        let exporter = Exporter::new();
+        let server = Server::start(ANY_PORT, exporter.clone()).unwrap();
+        exporter.set(K3_KL, 1.5e-5);
+        exporter.add(PREEMPTIONS, 2);
+        exporter.add(PREEMPTIONS, 3);
+        let answer = fetch(server.addr(), "/metrics");
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+        assert!(answer.contains("text/plain; version=0.0.4"), "{answer}");
+        assert!(answer.contains("\nr3_rollout_train_k3_kl 0.000015\n"), "{answer}");
+        assert!(answer.contains("\nr3_num_preemptions_total 5\n"), "{answer}");
+        assert!(fetch(server.addr(), "/healthz").ends_with("\r\n\r\nok\n"));
+        assert!(fetch(server.addr(), "/elsewhere").starts_with("HTTP/1.1 404"));
+    }
+
+    #[test]
+    fn a_gauge_that_was_never_measured_is_not_zero_but_absent() {
+        let text = Exporter::new().render();
+        assert!(!text.contains("k3_kl"), "{text}");
+        assert!(text.contains("\nr3_route_rows_total{state=\"unset\"} 0\n"), "{text}");
+    }
+
+    #[test]
+    fn every_metric_has_help_and_type() {
+        let exporter = Exporter::new();
+        for metric in METRICS.iter().filter(|metric| metric.kind == Kind::Gauge) {
+            exporter.set_value(metric, metric.key.contains(DATASET).then_some("arithmetic"), 0.5);
+        }
+        let text = exporter.render();
+        for metric in METRICS {
+            assert!(
+                text.contains(&format!("# HELP {} {}\n", metric.name, help_of(metric.name))),
+                "{}",
+                metric.name
+            );
+            assert!(text.contains(&format!("# TYPE {} {}\n", metric.name, metric.kind)), "{}", metric.name);
+        }
+        assert!(text.contains("\nr3_val_core{dataset=\"arithmetic\",stat=\"mean@1\"} 0.5\n"), "{text}");
+    }
+
+    #[test]
+    fn a_port_in_use_is_refused_with_its_address_and_a_hint() {
+        let first = Server::start(ANY_PORT, Exporter::new()).unwrap();
+        let error = Server::start(first.addr(), Exporter::new()).unwrap_err();
+        assert_eq!(error.to_string(), format!("cannot serve metrics at {}", first.addr()));
+        let hint = error.hint();
+        assert!(
+            hint.contains("`metrics.listen`") && hint.contains(&first.addr().port().to_string()),
+            "{hint}"
+        );
+    }
+
+    #[test]
+    fn dropping_the_server_frees_the_port_while_a_connection_is_open() {
+        let server = Server::start(ANY_PORT, Exporter::new()).unwrap();
+        let addr = server.addr();
+        let mut open = TcpStream::connect(addr).unwrap();
+        open.write_all(request("/healthz", "keep-alive").as_bytes()).unwrap();
+        let mut answer = [0; 12];
+        open.read_exact(&mut answer).unwrap();
+        assert_eq!(&answer, b"HTTP/1.1 200");
+        drop(server);
+        let again = Server::start(addr, Exporter::new()).unwrap();
+        assert!(fetch(again.addr(), "/healthz").starts_with("HTTP/1.1 200"));
+    }
+
+    #[test]
+    fn two_exporters_in_one_process_do_not_mix() {
+        let (one, other) = (Exporter::new(), Exporter::new());
+        one.set(K3_KL, 1.0);
+        assert!(one.render().contains("r3_rollout_train_k3_kl 1\n"));
+        assert!(!other.render().contains("r3_rollout_train_k3_kl"));
+    }
+}

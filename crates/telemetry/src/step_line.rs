@@ -8,15 +8,20 @@ use crate::metrics::{
 use crate::step_record::StepRecord;
 
 /// The line of one step out of `n_steps`. Columns keep their place from step to step; the held-out accuracy comes last,
-/// since only some steps measure it.
+/// since only some steps measure it. Step 0 is the evaluation before the first update and has nothing else to show.
 #[must_use]
 pub fn step_line(record: &StepRecord, n_steps: u64) -> String {
     let n_digits = n_steps.to_string().len();
+    let accuracy = record.dataset_mean(VAL_CORE_MEAN).map(|share| format!("  held-out {}", percent(share)));
+    let accuracy = accuracy.unwrap_or_default();
+    if record.step() == 0 {
+        return format!("step {:>n_digits$}/{n_steps}{accuracy}", 0);
+    }
     let share = |gauge| or_missing(record.get(gauge), percent);
     let number = |gauge| or_missing(record.get(gauge), short);
-    let mut line = format!(
+    format!(
         "step {:>n_digits$}/{n_steps}  reward {:>5}  kl {:>6}  |Δ| {:>6}  flips {:>5}  loss {:>7}  grad {:>5}  \
-         gen {:>5} tok/s  train {:>5} tok/s  {:>6}",
+         gen {:>5} tok/s  train {:>5} tok/s  {:>6}{accuracy}",
         record.step(),
         number(REWARD_MEAN),
         number(K3_KL),
@@ -27,11 +32,7 @@ pub fn step_line(record: &StepRecord, n_steps: u64) -> String {
         number(ROLLOUT_TOKENS_PER_SECOND),
         number(TRAIN_TOKENS_PER_SECOND),
         or_missing(record.get(TIMING_STEP), duration),
-    );
-    if let Some(accuracy) = record.dataset_mean(VAL_CORE_MEAN) {
-        line += &format!("  held-out {}", percent(accuracy));
-    }
-    line
+    )
 }
 
 #[cfg(test)]
@@ -65,8 +66,16 @@ mod tests {
         evaluated.set_dataset(VAL_CORE_MEAN, "arithmetic", 0.612);
         evaluated.set(PG_LOSS, 0.5);
         let bare = StepRecord::new(11, PolicyVersion(11));
-        let lines = [step_line(&record(9), 30), step_line(&evaluated, 30), step_line(&bare, 30)];
+        let mut before = StepRecord::new(0, PolicyVersion(0));
+        before.set_dataset(VAL_CORE_MEAN, "arithmetic", 0.27);
+        let lines = [
+            step_line(&before, 30),
+            step_line(&record(9), 30),
+            step_line(&evaluated, 30),
+            step_line(&bare, 30),
+        ];
         insta::assert_snapshot!(lines.join("\n"), @r"
+        step  0/30  held-out 27.0%
         step  9/30  reward  0.53  kl 1.2e-5  |Δ| 1.9e-3  flips  3.1%  loss  -0.012  grad  0.43  gen 12.1k tok/s  train  8.4k tok/s   0.9 s
         step 10/30  reward  0.53  kl 1.2e-5  |Δ| 1.9e-3  flips  3.1%  loss    0.50  grad  0.43  gen 12.1k tok/s  train  8.4k tok/s   0.9 s  held-out 61.2%
         step 11/30  reward     -  kl      -  |Δ|      -  flips     -  loss       -  grad     -  gen     - tok/s  train     - tok/s       -

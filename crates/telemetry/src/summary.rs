@@ -38,6 +38,21 @@ pub struct RunSummary {
     pub train_tokens_per_second: Option<f64>,
 }
 
+/// Key and meaning of each field, for the docs.
+pub const FIELDS: &[(&str, &str)] = &[
+    ("steps", "optimiser steps"),
+    ("seconds", "wall time of the whole run"),
+    ("eval_before", "first held-out accuracy, a share"),
+    ("eval_after", "last held-out accuracy, a share"),
+    ("rollout_train_k3_kl", "mean over the steps, nats"),
+    ("rollout_train_logprobs_abs_diff_mean", "mean over the steps, nats"),
+    ("rollout_train_extreme_frac_tau2", "mean over the steps, a share of tokens"),
+    ("router_discrepancy_token_layer_frac", "mean over the steps, a share of pairs of token and MoE layer"),
+    ("router_discrepancy_token_any_frac", "mean over the steps, a share of tokens"),
+    ("rollout_tokens_per_second", "all sampled tokens over all seconds of sampling"),
+    ("train_tokens_per_second", "all trained tokens over all seconds of training"),
+];
+
 impl RunSummary {
     /// Summarises the records of a run, in order; the one of step 0, if any, holds the evaluation before the first update.
     #[must_use]
@@ -192,6 +207,13 @@ mod tests {
         insta::assert_snapshot!(serde_json::to_string(&RunSummary::new(&run(), 62.5)).unwrap(), @r#"{"steps":4,"seconds":62.5,"eval_before":0.27,"eval_after":0.97,"rollout_train_k3_kl":0.000025,"rollout_train_logprobs_abs_diff_mean":0.002,"rollout_train_extreme_frac_tau2":0.0,"router_discrepancy_token_layer_frac":0.03,"router_discrepancy_token_any_frac":0.11,"rollout_tokens_per_second":1875.0,"train_tokens_per_second":null}"#);
         let empty = RunSummary::new(&[], 0.0);
         insta::assert_snapshot!(serde_json::to_string(&empty).unwrap(), @r#"{"steps":0,"seconds":0.0,"eval_before":null,"eval_after":null,"rollout_train_k3_kl":null,"rollout_train_logprobs_abs_diff_mean":null,"rollout_train_extreme_frac_tau2":null,"router_discrepancy_token_layer_frac":null,"router_discrepancy_token_any_frac":null,"rollout_tokens_per_second":null,"train_tokens_per_second":null}"#);
+    }
+
+    #[test]
+    fn the_docs_list_the_keys_in_order() {
+        let json = serde_json::to_value(RunSummary::new(&run(), 1.0)).unwrap();
+        let keys: Vec<_> = json.as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(keys, FIELDS.iter().map(|field| field.0).collect::<Vec<_>>());
     }
 
     #[test]

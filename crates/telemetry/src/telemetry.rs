@@ -84,3 +84,71 @@ impl Telemetry {
 fn counters() -> impl Iterator<Item = Counter> {
     METRICS.iter().filter(|metric| metric.kind == Kind::Counter).map(|metric| Counter(metric))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use r3_core::ids::PolicyVersion;
+
+    use super::*;
+    use crate::jsonl;
+    use crate::metrics::{K3_KL, PREEMPTIONS, VAL_CORE_MEAN};
+
+    fn start(path: &Path, resume_step: u64) -> Telemetry {
+        Telemetry::start(&TelemetryConfig { listen: None, jsonl: Some(path.into()), resume_step }).unwrap()
+    }
+
+    fn record(step: u64) -> StepRecord {
+        let mut record = StepRecord::new(step, PolicyVersion(step));
+        record.set(K3_KL, 0.5);
+        record.set_dataset(VAL_CORE_MEAN, "arithmetic", 0.25);
+        record
+    }
+
+    #[test]
+    fn the_file_and_prometheus_tell_the_same() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let mut telemetry = start(&path, 0);
+        telemetry.exporter().add(PREEMPTIONS, 7);
+        telemetry.record(&record(3)).unwrap();
+        let text = telemetry.exporter().render();
+        let lines = jsonl::read(&path).unwrap();
+        assert_eq!(lines.len(), 1);
+        for value in lines[0].values() {
+            let dataset = value.dataset.iter().map(|dataset| format!("dataset=\"{dataset}\""));
+            let label = value.metric.label.iter().map(|(label, value)| format!("{label}=\"{value}\""));
+            let labels = dataset.chain(label).collect::<Vec<_>>().join(",");
+            let labels = if labels.is_empty() { labels } else { format!("{{{labels}}}") };
+            let sample = format!("\n{}{labels} {}\n", value.metric.name, value.value);
+            assert!(text.contains(&sample), "{sample} is not in {text}");
+        }
+        assert_eq!((lines[0].get(K3_KL), lines[0].total(PREEMPTIONS)), (Some(0.5), Some(7)));
+    }
+
+    #[test]
+    fn totals_go_on_where_the_checkpoint_left_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let mut killed = start(&path, 0);
+        for step in 1..=5 {
+            killed.exporter().add(PREEMPTIONS, 10);
+            killed.record(&record(step)).unwrap();
+        }
+        drop(killed);
+        let mut resumed = start(&path, 3);
+        resumed.exporter().add(PREEMPTIONS, 1);
+        resumed.record(&record(4)).unwrap();
+        let totals: Vec<_> = jsonl::read(&path).unwrap().iter().map(|line| line.total(PREEMPTIONS)).collect();
+        assert_eq!(totals, [10, 20, 30, 31].map(Some));
+    }
+
+    #[test]
+    fn without_file_and_port_records_still_reach_the_exporter() {
+        let mut telemetry = Telemetry::start(&TelemetryConfig::default()).unwrap();
+        telemetry.record(&record(1)).unwrap();
+        assert!(telemetry.exporter().render().contains("r3_rollout_train_k3_kl 0.5"));
+        assert_eq!(telemetry.addr(), None);
+    }
+}
