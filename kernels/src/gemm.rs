@@ -168,7 +168,11 @@ pub fn matmul(x: &[f32], w: &PackedMatrix, bias: Option<&[f32]>, y: &mut [f32]) 
         Dtype::F32 => multiply(Rows::F32(x), w, bias, y),
         Dtype::Bf16 => {
             let mut rounded = ROUNDED.with_borrow_mut(Vec::pop).unwrap_or_default();
-            round_rows(x, w.k, &mut rounded);
+            let (k, depth) = (w.k, w.k.div_ceil(2));
+            rounded.resize(x.len() / k * depth, 0);
+            parallel::for_rows(&mut rounded, depth, k, |first, rounded| {
+                round_rows(&x[first * k..][..rounded.len() / depth * k], k, rounded);
+            });
             multiply(Rows::Bf16(&rounded), w, bias, y);
             ROUNDED.with_borrow_mut(|stack| stack.push(rounded));
         }
@@ -184,20 +188,9 @@ pub(crate) enum Rows<'a> {
     Bf16(&'a [u32]),
 }
 
-/// Rounds `x` `[T, k]` to bf16 pairs `[T, k/2]`, an odd last element paired with zero. `rounded` is resized; it
-/// allocates only when it grows beyond its capacity.
-pub(crate) fn round_rows(x: &[f32], k: usize, rounded: &mut Vec<u32>) {
-    let depth = k.div_ceil(2);
-    let n_rows = x.len() / k;
-    rounded.resize(n_rows * depth, 0);
-    parallel::for_rows(rounded, depth, k, |first, rounded| {
-        bf16::round_rows(&x[first * k..][..rounded.len() / depth * k], k, rounded);
-    });
-}
-
-/// [`round_rows`] for rows that go to a place of their own, on the calling thread.
-pub(crate) fn round_row(x: &[f32], rounded: &mut [u32]) {
-    bf16::round_rows(x, x.len(), rounded);
+/// Rounds `x` `[T, k]` to bf16 pairs `[T, k/2]` on the calling thread, an odd last element paired with zero.
+pub(crate) fn round_rows(x: &[f32], k: usize, rounded: &mut [u32]) {
+    bf16::round_rows(x, k, rounded);
 }
 
 /// [`matmul`] with activations that are already in the matrix's dtype.

@@ -30,3 +30,5 @@ mod exp;
 mod isa;
 mod parallel;
 mod softmax;
+#[cfg(test)]
+mod testing;

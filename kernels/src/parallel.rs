@@ -92,10 +92,7 @@ impl<'a, T> Disjoint<'a, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn in_pool<R: Send>(threads: usize, body: impl FnOnce() -> R + Send) -> R {
-        rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(body)
-    }
+    use crate::testing::in_pool;
 
     #[test]
     fn every_row_is_visited_once_whatever_the_split() {

@@ -1,1 +1,198 @@
-//! Placeholder: written next.
+//! The gated activation of an expert: `silu(gate) * up` (SwiGLU, arXiv 2002.05202).
+
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+
+use crate::candle_io::{f32_slice, with_f32};
+use crate::exp::exp;
+use crate::isa::{Isa, multiversion};
+use crate::parallel;
+
+/// What one element costs, in multiply-adds: most of it is `exp`.
+const ELEMENT_WORK: usize = 8;
+
+/// `out = silu(gate) * up` with `silu(g) = g / (1 + e^-g)`.
+///
+/// `gate_up` is `[T, 2 I]`, a row being `I` gates, then `I` ups; `inter` is `I`; `out` is `[T, I]`.
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn silu_mul(gate_up: &[f32], inter: usize, out: &mut [f32]) {
+    assert_eq!(gate_up.len(), 2 * out.len(), "gates and ups are two rows for one");
+    parallel::for_rows(out, inter, ELEMENT_WORK * inter, |first, out| {
+        silu_mul_rows(&gate_up[2 * first * inter..][..2 * out.len()], inter, out);
+    });
+}
+
+multiversion! {
+    /// [`silu_mul`] on the calling thread.
+    pub(crate) fn silu_mul_rows(gate_up: &[f32], inter: usize, out: &mut [f32]) = silu_mul_body;
+}
+
+#[inline(always)]
+fn silu_mul_body<I: Isa>(gate_up: &[f32], inter: usize, out: &mut [f32]) {
+    for (gate_up, out) in gate_up.chunks_exact(2 * inter).zip(out.chunks_exact_mut(inter)) {
+        let (gate, up) = gate_up.split_at(inter);
+        for ((out, &gate), &up) in out.iter_mut().zip(gate).zip(up) {
+            *out = gate / (1.0 + exp::<I>(-gate)) * up;
+        }
+    }
+}
+
+/// Gradient of [`silu_mul`] with respect to `gate_up`: `grad` `[T, I]` in, `[T, 2 I]` out.
+pub(crate) fn silu_mul_backward(gate_up: &[f32], grad: &[f32], inter: usize, out: &mut [f32]) {
+    assert_eq!(gate_up.len(), 2 * grad.len(), "gates and ups are two rows for one");
+    assert_eq!(gate_up.len(), out.len(), "the gradient has the shape of gates and ups");
+    parallel::for_rows(out, 2 * inter, 2 * ELEMENT_WORK * inter, |first, out| {
+        let gate_up = &gate_up[2 * first * inter..][..out.len()];
+        backward_rows(gate_up, &grad[first * inter..][..out.len() / 2], inter, out);
+    });
+}
+
+multiversion! {
+    fn backward_rows(gate_up: &[f32], grad: &[f32], inter: usize, out: &mut [f32]) = backward_body;
+}
+
+#[inline(always)]
+fn backward_body<I: Isa>(gate_up: &[f32], grad: &[f32], inter: usize, out: &mut [f32]) {
+    let rows =
+        gate_up.chunks_exact(2 * inter).zip(grad.chunks_exact(inter)).zip(out.chunks_exact_mut(2 * inter));
+    for ((gate_up, grad), out) in rows {
+        let (gate, up) = gate_up.split_at(inter);
+        let (gate_grad, up_grad) = out.split_at_mut(inter);
+        for (i, &grad) in grad.iter().enumerate() {
+            let sigmoid = 1.0 / (1.0 + exp::<I>(-gate[i]));
+            // Away from zero a gate's sigmoid saturates: `gate * (1 - sigmoid)` is then 0, as `1 - sigmoid` is
+            // exactly 0 for large gates and `sigmoid` is for small ones.
+            let slope = sigmoid * I::mul_add(gate[i], 1.0 - sigmoid, 1.0);
+            gate_grad[i] = grad * up[i] * slope;
+            up_grad[i] = grad * gate[i] * sigmoid;
+        }
+    }
+}
+
+/// [`silu_mul`] for tensors: `gate_up` `[T, 2 I]`, f32 on the CPU; the result is `[T, I]`.
+///
+/// # Errors
+/// If the shape, dtype or device does not fit.
+pub fn silu_mul_op(gate_up: &Tensor) -> Result<Tensor> {
+    gate_up.contiguous()?.apply_op1(SiluMul)
+}
+
+struct SiluMul;
+
+impl CustomOp1 for SiluMul {
+    fn name(&self) -> &'static str {
+        "silu-mul"
+    }
+
+    fn cpu_fwd(&self, gate_up: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (n_rows, width) = layout.shape().dims2()?;
+        if width == 0 || !width.is_multiple_of(2) {
+            bail!("silu-mul: rows are gates and ups, so {width} columns must be even and not 0");
+        }
+        let mut out = vec![0.0; n_rows * width / 2];
+        silu_mul(f32_slice(gate_up, layout)?, width / 2, &mut out);
+        Ok((CpuStorage::F32(out), Shape::from((n_rows, width / 2))))
+    }
+
+    fn bwd(&self, gate_up: &Tensor, _out: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        let mut out = vec![0.0; gate_up.elem_count()];
+        with_f32(gate_up, |values| {
+            with_f32(grad, |grad| {
+                silu_mul_backward(values, grad, gate_up.dim(1)? / 2, &mut out);
+                Ok(())
+            })
+        })?;
+        Tensor::from_vec(out, gate_up.shape(), gate_up.device()).map(Some)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+    use proptest::prelude::{prop_assert, prop_assert_eq, proptest};
+
+    use super::*;
+    use crate::testing::noise;
+
+    fn scaled(n: usize, scale: f32) -> Vec<f32> {
+        noise(n, 1).into_iter().map(|x| scale * x).collect()
+    }
+
+    fn exact(gate: f32, up: f32) -> f64 {
+        let gate = f64::from(gate);
+        gate / (1.0 + (-gate).exp()) * f64::from(up)
+    }
+
+    proptest! {
+        #[test]
+        fn rows_are_silu_times_up_and_do_not_depend_on_each_other(
+            n_rows in 0_usize..40, inter in 1_usize..70, scale in 0.1_f32..60.0,
+        ) {
+            let gate_up = scaled(n_rows * 2 * inter, scale);
+            let mut out = vec![f32::NAN; n_rows * inter];
+            silu_mul(&gate_up, inter, &mut out);
+            for (row, out) in gate_up.chunks_exact(2 * inter).zip(out.chunks_exact(inter)) {
+                let mut alone = vec![f32::NAN; inter];
+                silu_mul(row, inter, &mut alone);
+                prop_assert_eq!(out, &alone[..]);
+                for i in 0..inter {
+                    let expected = exact(row[i], row[inter + i]);
+                    prop_assert!((f64::from(out[i]) - expected).abs() <= 1e-6 * expected.abs());
+                }
+            }
+        }
+
+        #[test]
+        fn the_gradient_is_that_of_finite_differences(inter in 1_usize..20, scale in 0.1_f32..30.0) {
+            let (gate_up, grad) = (scaled(4 * inter, scale), noise(2 * inter, 2));
+            let mut out = vec![f32::NAN; 4 * inter];
+            silu_mul_backward(&gate_up, &grad, inter, &mut out);
+            for row in 0..2 {
+                for i in 0..inter {
+                    let (gate, up) = (gate_up[2 * row * inter + i], gate_up[(2 * row + 1) * inter + i]);
+                    let (step, grad) = (1.0 / 64.0, f64::from(grad[row * inter + i]));
+                    let across_gate = exact(gate + step, up) - exact(gate - step, up);
+                    let across_up = exact(gate, up + step) - exact(gate, up - step);
+                    let expected = [across_gate, across_up].map(|d| d * grad / f64::from(2.0 * step));
+                    let got = [out[2 * row * inter + i], out[(2 * row + 1) * inter + i]].map(f64::from);
+                    for (got, expected) in got.into_iter().zip(expected) {
+                        prop_assert!((got - expected).abs() <= 2e-4 * f64::from(scale), "{got}, not {expected}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn saturated_gates_are_finite_forward_and_backward() {
+        let gate_up = [-200.0, 0.0, 200.0, 3.0, 3.0, 3.0];
+        let (mut out, mut grad) = ([f32::NAN; 3], [f32::NAN; 6]);
+        silu_mul(&gate_up, 3, &mut out);
+        silu_mul_backward(&gate_up, &[1.0; 3], 3, &mut grad);
+        assert_eq!(out, [0.0, 0.0, 600.0]);
+        assert_eq!(grad, [0.0, 1.5, 3.0, 0.0, 0.0, 200.0]);
+    }
+
+    #[test]
+    fn the_op_has_the_functions_bits_and_candles_gradient() {
+        let (t, inter) = (5, 19);
+        let gate_up = Var::from_vec(scaled(t * 2 * inter, 4.0), (t, 2 * inter), &Device::Cpu).unwrap();
+        let upstream = Tensor::from_vec(noise(t * inter, 2), (t, inter), &Device::Cpu).unwrap();
+        let ours = silu_mul_op(&gate_up).unwrap();
+        let mut expected = vec![0.0; t * inter];
+        silu_mul(&scaled(t * 2 * inter, 4.0), inter, &mut expected);
+        assert_eq!(ours.flatten_all().unwrap().to_vec1::<f32>().unwrap(), expected);
+
+        let (gate, up) = (gate_up.narrow(1, 0, inter).unwrap(), gate_up.narrow(1, inter, inter).unwrap());
+        let candles = (gate.silu().unwrap() * up).unwrap();
+        let gradient = |y: &Tensor| {
+            let store = (y * &upstream).unwrap().sum_all().unwrap().backward().unwrap();
+            store.get(&gate_up).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()
+        };
+        for (ours, candles) in gradient(&ours).into_iter().zip(gradient(&candles)) {
+            assert!((ours - candles).abs() <= 1e-5, "{ours}, not {candles}");
+        }
+        assert!(silu_mul_op(&upstream).is_err());
+    }
+}

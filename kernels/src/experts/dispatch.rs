@@ -1,0 +1,159 @@
+//! Sorting a batch by expert: who goes where, and how to find the way back.
+
+use std::ops::Range;
+
+use crate::isa::{Isa, multiversion};
+use crate::parallel;
+use crate::router::Choice;
+
+/// The `T K` (token, k) pairs of a choice as rows sorted by expert; within an expert by token.
+///
+/// The sort is stable and counts pairs, so no row is padded or dropped.
+#[derive(Debug, Default)]
+pub(super) struct Dispatch {
+    top_k: usize,
+    /// `[E + 1]`: expert `e` owns rows `starts[e]..starts[e + 1]`.
+    starts: Vec<u32>,
+    /// `[T K]`: the token of each row.
+    tokens: Vec<u32>,
+    /// `[T, K]`: the row of each pair.
+    rows: Vec<u32>,
+    segments: Vec<Segment>,
+}
+
+/// Rows of one expert, few enough for one task.
+#[derive(Clone, Debug)]
+pub(super) struct Segment {
+    pub(super) expert: usize,
+    pub(super) rows: Range<usize>,
+}
+
+impl Dispatch {
+    /// Rows of a segment at most: what stays in the second-level cache between the expert's two products.
+    const MAX_ROWS: usize = 64;
+
+    /// Sorts `choice`, reusing the buffers.
+    pub(super) fn fill(&mut self, choice: &Choice) {
+        let ids = choice.ids();
+        assert!(u32::try_from(ids.len()).is_ok(), "fewer than 2^32 pairs in a batch");
+        self.top_k = choice.top_k();
+        self.starts.clear();
+        self.starts.resize(choice.n_experts() + 1, 0);
+        for &id in ids {
+            self.starts[usize::from(id) + 1] += 1;
+        }
+        for expert in 1..self.starts.len() {
+            self.starts[expert] += self.starts[expert - 1];
+        }
+        self.tokens.resize(ids.len(), 0);
+        self.rows.resize(ids.len(), 0);
+        // Each start serves as its expert's cursor and ends at the next expert's start; shifting them restores it.
+        for (pair, &id) in ids.iter().enumerate() {
+            let cursor = &mut self.starts[usize::from(id)];
+            self.tokens[*cursor as usize] = (pair / self.top_k) as u32;
+            self.rows[pair] = *cursor;
+            *cursor += 1;
+        }
+        self.starts.rotate_right(1);
+        self.starts[0] = 0;
+        self.cut();
+    }
+
+    fn cut(&mut self) {
+        self.segments.clear();
+        for expert in 0..self.n_experts() {
+            let rows = self.expert_rows(expert);
+            for start in rows.clone().step_by(Self::MAX_ROWS) {
+                let rows = start..rows.end.min(start + Self::MAX_ROWS);
+                self.segments.push(Segment { expert, rows });
+            }
+        }
+    }
+
+    pub(super) fn n_experts(&self) -> usize {
+        self.starts.len() - 1
+    }
+
+    /// `T K`.
+    pub(super) fn n_rows(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// The rows of `expert`, perhaps none.
+    pub(super) fn expert_rows(&self, expert: usize) -> Range<usize> {
+        self.starts[expert] as usize..self.starts[expert + 1] as usize
+    }
+
+    /// All rows, cut into tasks.
+    pub(super) fn segments(&self) -> &[Segment] {
+        &self.segments
+    }
+
+    /// The tokens of `rows`.
+    pub(super) fn tokens(&self, rows: Range<usize>) -> &[u32] {
+        &self.tokens[rows]
+    }
+
+    /// Copies the tokens of `rows` from `x` `[T, width]` to `out` `[rows, width]`.
+    pub(super) fn gather(&self, x: &[f32], width: usize, rows: Range<usize>, out: &mut [f32]) {
+        for (out, &token) in out.chunks_exact_mut(width).zip(self.tokens(rows)) {
+            out.copy_from_slice(&x[token as usize * width..][..width]);
+        }
+    }
+
+    /// `x` `[T, width]` as rows, `[T K, width]`.
+    pub(super) fn gathered(&self, x: &[f32], width: usize) -> Vec<f32> {
+        let mut out = vec![0.0; self.n_rows() * width];
+        parallel::for_rows(&mut out, width, width, |first, out| {
+            self.gather(x, width, first..first + out.len() / width, out);
+        });
+        out
+    }
+
+    /// `y[t] = sum over k of gates[t, k] * out[row of (t, k)]`, in router order: `out` is `[T K, width]`, `y`
+    /// `[T, width]`. Without `gates` every pair counts once.
+    pub(super) fn combine(&self, out: &[f32], gates: Option<&[f32]>, width: usize, y: &mut [f32]) {
+        let combine = Combine { dispatch: self, out, gates, width };
+        parallel::for_rows(y, width, self.top_k * width, |first, y| combine_rows(&combine, first, y));
+    }
+
+    /// Moves one value per pair `[T, K]` to the pairs' rows, `[T K]`.
+    pub(super) fn to_rows(&self, pairs: &[f32]) -> Vec<f32> {
+        let mut out = vec![0.0; pairs.len()];
+        for (&value, &row) in pairs.iter().zip(&self.rows) {
+            out[row as usize] = value;
+        }
+        out
+    }
+
+    /// Undoes [`Self::to_rows`].
+    pub(super) fn to_pairs(&self, rows: &[f32]) -> Vec<f32> {
+        self.rows.iter().map(|&row| rows[row as usize]).collect()
+    }
+}
+
+struct Combine<'a> {
+    dispatch: &'a Dispatch,
+    out: &'a [f32],
+    gates: Option<&'a [f32]>,
+    width: usize,
+}
+
+multiversion! {
+    /// Adds up the rows of the tokens from `first` on.
+    fn combine_rows(combine: &Combine<'_>, first: usize, y: &mut [f32]) = combine_body;
+}
+
+#[inline(always)]
+fn combine_body<I: Isa>(combine: &Combine<'_>, first: usize, y: &mut [f32]) {
+    let Combine { dispatch: Dispatch { top_k, rows, .. }, out, gates, width } = *combine;
+    for (token, y) in (first..).zip(y.chunks_exact_mut(width)) {
+        y.fill(0.0);
+        for pair in token * top_k..(token + 1) * top_k {
+            let gate = gates.map_or(1.0, |gates| gates[pair]);
+            for (y, &answer) in y.iter_mut().zip(&out[rows[pair] as usize * width..][..width]) {
+                *y = I::mul_add(gate, answer, *y);
+            }
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! Tests of the experts, against the formula in plain loops and candle's autograd.
+
+use candle_core::{Device, Var};
+use half::bf16;
+use proptest::prelude::{Just, Strategy, prop_assert, prop_assert_eq, prop_oneof, proptest};
+
+use super::*;
+use crate::router::{RouterConfig, Routing, choose};
+use crate::testing::{bits, in_pool, noise};
+
+/// A layer with its batch, as plain numbers.
+#[derive(Clone)]
+struct Layer {
+    dims: ExpertDims,
+    top_k: usize,
+    x: Vec<f32>,
+    scores: Vec<f32>,
+    gates: Vec<f32>,
+    gate_up: Vec<f32>,
+    down: Vec<f32>,
+}
+
+impl Layer {
+    fn new(n_tokens: usize, top_k: usize, dims: ExpertDims) -> Self {
+        let ExpertDims { n_experts, width, inter } = dims;
+        Self {
+            dims,
+            top_k,
+            x: noise(n_tokens * width, 1),
+            scores: noise(n_tokens * n_experts, 2),
+            gates: noise(n_tokens * top_k, 3),
+            gate_up: noise(n_experts * 2 * inter * width, 4),
+            down: noise(n_experts * width * inter, 5),
+        }
+    }
+
+    /// The same experts with only the tokens `tokens`.
+    fn only(&self, tokens: std::ops::Range<usize>) -> Self {
+        let cut = |values: &[f32], width: usize| values[tokens.start * width..tokens.end * width].to_vec();
+        Self {
+            x: cut(&self.x, self.dims.width),
+            scores: cut(&self.scores, self.dims.n_experts),
+            gates: cut(&self.gates, self.top_k),
+            ..self.clone()
+        }
+    }
+
+    fn choice(&self) -> Choice {
+        let config = RouterConfig { n_experts: self.dims.n_experts, top_k: self.top_k, norm_topk_prob: true };
+        let mut choice = Choice::empty();
+        choose(&self.scores, config, 0, &mut Routing::Free, &mut choice);
+        choice
+    }
+
+    fn packed(&self, dtype: Dtype) -> Experts {
+        Experts::pack(&self.gate_up, &self.down, self.dims, dtype)
+    }
+
+    fn forward(&self, experts: &Experts, scratch: &mut ExpertScratch) -> Vec<f32> {
+        let mut y = vec![f32::NAN; self.x.len()];
+        let routed = Routed { choice: &self.choice(), gates: &self.gates };
+        forward(&self.x, routed, experts, scratch, &mut y);
+        y
+    }
+
+    /// The formula in f64, with `round` applied to the operands of products.
+    fn naive(&self, round: fn(f32) -> f32) -> Vec<f64> {
+        let ExpertDims { width, inter, .. } = self.dims;
+        let choice = self.choice();
+        let product = |w: &[f32], x: &[f32]| -> Vec<f32> {
+            let dot = |w: &[f32]| -> f64 {
+                w.iter().zip(x).map(|(&w, &x)| f64::from(round(w)) * f64::from(round(x))).sum()
+            };
+            w.chunks_exact(x.len()).map(|w| dot(w) as f32).collect()
+        };
+        let mut y = vec![0.0; self.x.len()];
+        for (t, y) in y.chunks_exact_mut(width).enumerate() {
+            for pair in t * self.top_k..(t + 1) * self.top_k {
+                let expert = usize::from(choice.ids()[pair]);
+                let gate_up = &self.gate_up[expert * 2 * inter * width..][..2 * inter * width];
+                let hidden = product(gate_up, &self.x[t * width..][..width]);
+                let silu = |gate: f32| gate / (1.0 + (-gate).exp());
+                let act: Vec<f32> = (0..inter).map(|i| silu(hidden[i]) * hidden[inter + i]).collect();
+                let answer = product(&self.down[expert * width * inter..][..width * inter], &act);
+                for (y, answer) in y.iter_mut().zip(answer) {
+                    *y += f64::from(self.gates[pair]) * f64::from(answer);
+                }
+            }
+        }
+        y
+    }
+
+    fn vars(&self) -> [Var; 4] {
+        let ExpertDims { n_experts, width, inter } = self.dims;
+        let n_tokens = self.x.len() / width;
+        let var =
+            |values: &[f32], shape: &[usize]| Var::from_vec(values.to_vec(), shape, &Device::Cpu).unwrap();
+        [
+            var(&self.x, &[n_tokens, width]),
+            var(&self.gates, &[n_tokens, self.top_k]),
+            var(&self.gate_up, &[n_experts, 2 * inter, width]),
+            var(&self.down, &[n_experts, width, inter]),
+        ]
+    }
+
+    fn op(&self, [x, gates, gate_up, down]: &[Var; 4]) -> Tensor {
+        experts_op(x, gates, (gate_up, down), Arc::new(self.choice())).unwrap()
+    }
+
+    /// The formula in candle's own ops, pair by pair.
+    fn candles(&self, [x, gates, gate_up, down]: &[Var; 4]) -> Tensor {
+        let (inter, choice) = (self.dims.inter, self.choice());
+        let row = |t: usize| {
+            let pairs =
+                choice.ids()[t * self.top_k..][..self.top_k].iter().enumerate().map(|(k, &expert)| {
+                    let w = gate_up.get(usize::from(expert)).unwrap().t().unwrap();
+                    let hidden = x.narrow(0, t, 1).unwrap().matmul(&w).unwrap();
+                    let gate = hidden.narrow(1, 0, inter).unwrap().silu().unwrap();
+                    let act = (gate * hidden.narrow(1, inter, inter).unwrap()).unwrap();
+                    let answer = act.matmul(&down.get(usize::from(expert)).unwrap().t().unwrap()).unwrap();
+                    answer.broadcast_mul(&gates.narrow(0, t, 1).unwrap().narrow(1, k, 1).unwrap()).unwrap()
+                });
+            pairs.reduce(|sum, answer| (sum + answer).unwrap()).unwrap()
+        };
+        let rows: Vec<Tensor> = (0..self.x.len() / self.dims.width).map(row).collect();
+        Tensor::cat(&rows, 0).unwrap()
+    }
+
+    /// Gradients of `sum(y * upstream)` with respect to all four.
+    fn gradients(&self, y: impl Fn(&Self, &[Var; 4]) -> Tensor) -> [Vec<f32>; 4] {
+        let vars = self.vars();
+        let y = y(self, &vars);
+        let upstream = Tensor::from_vec(noise(self.x.len(), 6), y.shape(), &Device::Cpu).unwrap();
+        let store = (y * upstream).unwrap().sum_all().unwrap().backward().unwrap();
+        vars.each_ref().map(|var| store.get(var).unwrap().flatten_all().unwrap().to_vec1().unwrap())
+    }
+}
+
+fn layer() -> impl Strategy<Value = (usize, usize, ExpertDims)> {
+    (0_usize..40, 1_usize..4, 0_usize..6, 1_usize..40, 1_usize..30).prop_map(
+        |(n_tokens, top_k, more, width, inter)| {
+            (n_tokens, top_k, ExpertDims { n_experts: top_k + more, width, inter })
+        },
+    )
+}
+
+fn dtype() -> impl Strategy<Value = Dtype> {
+    prop_oneof![Just(Dtype::F32), Just(Dtype::Bf16)]
+}
+
+/// A layer whose work is split over threads, with more tokens per expert than a segment holds.
+fn busy_layer() -> Layer {
+    Layer::new(150, 2, ExpertDims { n_experts: 3, width: 72, inter: 51 })
+}
+
+proptest! {
+    #[test]
+    fn tokens_get_the_weighted_sum_of_their_experts((n_tokens, top_k, dims) in layer()) {
+        let layer = Layer::new(n_tokens, top_k, dims);
+        let y = layer.forward(&layer.packed(Dtype::F32), &mut ExpertScratch::default());
+        for (y, expected) in y.iter().zip(layer.naive(|x| x)) {
+            prop_assert!((f64::from(*y) - expected).abs() <= 2e-5, "{y}, not {expected}");
+        }
+        let y = layer.forward(&layer.packed(Dtype::Bf16), &mut ExpertScratch::default());
+        for (y, expected) in y.iter().zip(layer.naive(|x| bf16::from_f32(x).to_f32())) {
+            // The activation between the products may round to the other neighbour after a sum of other order.
+            prop_assert!((f64::from(*y) - expected).abs() <= 0.05, "{y}, not {expected}");
+        }
+    }
+
+    #[test]
+    fn a_token_has_the_same_bits_alone_and_in_any_batch((n_tokens, top_k, dims) in layer(), dtype in dtype()) {
+        let layer = Layer::new(n_tokens, top_k, dims);
+        let (experts, width) = (layer.packed(dtype), layer.dims.width);
+        let mut scratch = ExpertScratch::default();
+        let y = layer.forward(&experts, &mut scratch);
+        for t in 0..n_tokens {
+            let alone = layer.only(t..t + 1).forward(&experts, &mut scratch);
+            prop_assert_eq!(bits(&alone), bits(&y[t * width..][..width]));
+        }
+        let tail = layer.only(n_tokens / 3..n_tokens).forward(&experts, &mut scratch);
+        prop_assert_eq!(bits(&tail), bits(&y[n_tokens / 3 * width..]));
+    }
+
+    #[test]
+    fn the_op_has_the_bits_of_the_function((n_tokens, top_k, dims) in layer()) {
+        let layer = Layer::new(n_tokens, top_k, dims);
+        let y = layer.op(&layer.vars()).flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let expected = layer.forward(&layer.packed(Dtype::F32), &mut ExpertScratch::default());
+        prop_assert_eq!(bits(&y), bits(&expected));
+    }
+
+    #[test]
+    fn every_pair_has_one_row_of_its_expert((n_tokens, top_k, dims) in layer()) {
+        let layer = Layer::new(n_tokens, top_k, dims);
+        let choice = layer.choice();
+        let mut dispatch = Dispatch::default();
+        dispatch.fill(&busy_layer().choice());
+        dispatch.fill(&choice);
+        let pairs: Vec<f32> = (0..choice.ids().len()).map(|pair| pair as f32).collect();
+        let rows = dispatch.to_rows(&pairs);
+        prop_assert_eq!(&dispatch.to_pairs(&rows), &pairs);
+        let mut expected: Vec<usize> = (0..pairs.len()).collect();
+        expected.sort_by_key(|&pair| choice.ids()[pair]);
+        prop_assert_eq!(rows, expected.iter().map(|&pair| pair as f32).collect::<Vec<_>>());
+        let covered: Vec<_> = dispatch.segments().iter().flat_map(|segment| segment.rows.clone()).collect();
+        prop_assert_eq!(covered, (0..pairs.len()).collect::<Vec<_>>());
+        for segment in dispatch.segments() {
+            for row in segment.rows.clone() {
+                prop_assert_eq!(segment.expert, usize::from(choice.ids()[expected[row]]));
+                prop_assert_eq!(dispatch.tokens(row..row + 1)[0] as usize, expected[row] / layer.top_k);
+            }
+        }
+    }
+}
+
+#[test]
+fn bits_do_not_depend_on_threads() {
+    let layer = busy_layer();
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let experts = layer.packed(dtype);
+        let run = || bits(&layer.forward(&experts, &mut ExpertScratch::default()));
+        assert_eq!(in_pool(1, run), in_pool(2, run));
+    }
+    let gradients = || layer.gradients(Layer::op).map(|gradient| bits(&gradient));
+    assert_eq!(in_pool(1, gradients), in_pool(2, gradients));
+}
+
+#[test]
+fn gradients_are_those_of_candle() {
+    for layer in [Layer::new(9, 2, ExpertDims { n_experts: 5, width: 13, inter: 7 }), busy_layer()] {
+        for (ours, candles) in layer.gradients(Layer::op).iter().zip(&layer.gradients(Layer::candles)) {
+            let largest = candles.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
+            assert!(largest > 0.1);
+            for (ours, candles) in ours.iter().zip(candles) {
+                assert!((ours - candles).abs() <= 1e-5 * largest, "{ours}, not {candles}");
+            }
+        }
+    }
+}
+
+#[test]
+fn gradients_are_those_of_finite_differences() {
+    let layer = Layer::new(7, 2, ExpertDims { n_experts: 4, width: 6, inter: 5 });
+    let loss = |layer: &Layer| -> f64 {
+        let upstream = noise(layer.x.len(), 6);
+        layer.naive(|x| x).iter().zip(upstream).map(|(y, up)| y * f64::from(up)).sum()
+    };
+    let fields: [fn(&mut Layer) -> &mut Vec<f32>; 4] =
+        [|l| &mut l.x, |l| &mut l.gates, |l| &mut l.gate_up, |l| &mut l.down];
+    for (gradient, field) in layer.gradients(Layer::op).iter().zip(fields) {
+        for at in (0..gradient.len()).step_by(5) {
+            let moved = |step: f32| {
+                let mut layer = layer.clone();
+                field(&mut layer)[at] += step;
+                loss(&layer)
+            };
+            let expected = (moved(1.0 / 64.0) - moved(-1.0 / 64.0)) * 32.0;
+            assert!((f64::from(gradient[at]) - expected).abs() <= 1e-3, "{}, not {expected}", gradient[at]);
+        }
+    }
+}
+
+#[test]
+fn an_expert_nobody_chose_has_no_gradient_and_refused_shapes_are_errors() {
+    let layer = Layer::new(2, 1, ExpertDims { n_experts: 9, width: 4, inter: 3 });
+    let [_, _, gate_up, down] = layer.gradients(Layer::op);
+    for expert in (0..9).filter(|expert| !layer.choice().ids().contains(expert)).map(usize::from) {
+        assert_eq!(gate_up[expert * 24..][..24], [0.0; 24]);
+        assert_eq!(down[expert * 12..][..12], [0.0; 12]);
+    }
+    let [x, gates, gate_up, down] = layer.vars();
+    let choice = Arc::new(layer.choice());
+    assert!(experts_op(&x, &gates, (&down, &gate_up), choice.clone()).is_err());
+    assert!(experts_op(&x, &x, (&gate_up, &down), choice.clone()).is_err());
+    assert!(experts_op(&x.narrow(0, 0, 1).unwrap(), &gates, (&gate_up, &down), choice).is_err());
+}
+
+#[test]
+fn repacking_replaces_every_expert() {
+    let layer = busy_layer();
+    let mut experts = Layer { gate_up: layer.down.repeat(2), ..layer.clone() }.packed(Dtype::Bf16);
+    experts.repack_gate_up(&layer.gate_up);
+    experts.repack_down(&layer.down);
+    let fresh = layer.packed(Dtype::Bf16);
+    assert_eq!((experts.dims(), experts.dtype(), experts.bytes()), (layer.dims, Dtype::Bf16, fresh.bytes()));
+    let run = |experts| bits(&layer.forward(experts, &mut ExpertScratch::default()));
+    assert_eq!(run(&experts), run(&fresh));
+}
