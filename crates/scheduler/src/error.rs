@@ -1,0 +1,60 @@
+//! Why the scheduler refuses a configuration, a request or a flush.
+
+use r3_core::ids::GroupId;
+
+/// A refusal, with the numbers that caused it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[expect(missing_docs, reason = "the message of each variant says what its fields are")]
+pub enum SchedulerError {
+    #[error("`{field}` is 0, but the scheduler needs at least 1")]
+    ZeroSize { field: &'static str },
+    #[error(
+        "{n_blocks} blocks of {block_tokens} tokens are more slots than the {} a slot id can name",
+        u32::MAX
+    )]
+    TooManySlots { n_blocks: usize, block_tokens: usize },
+    #[error("the prompt of group {group} is empty, but sampling starts from the logits of its last token")]
+    EmptyPrompt { group: GroupId },
+    #[error("group {group} asks for 0 rollouts, but a group has at least 1")]
+    EmptyGroup { group: GroupId },
+    #[error("group {group} needs KV for {needed_tokens} tokens, but the whole cache holds {capacity_tokens}")]
+    NeverFits { group: GroupId, needed_tokens: usize, capacity_tokens: usize },
+    #[error("{n_running} sequences still hold KV blocks, but a flush needs 0")]
+    Busy { n_running: usize },
+    #[error("weight epoch {epoch} does not come after the current epoch {current}")]
+    StaleEpoch { epoch: u64, current: u64 },
+}
+
+impl SchedulerError {
+    /// What the user (or, for a flush, the engine) can change, printed as `hint: ...`.
+    #[must_use]
+    pub fn hint(&self) -> String {
+        match self {
+            Self::ZeroSize { field } => format!("set `{field}` to 1 or more"),
+            Self::TooManySlots { .. } => "give the engine less `engine.kv_memory`".into(),
+            Self::EmptyPrompt { .. } => {
+                "drop the dataset row, or check the chat template that renders it".into()
+            }
+            Self::EmptyGroup { .. } => "set `rollout.group_size` to 1 or more".into(),
+            Self::NeverFits { needed_tokens, capacity_tokens, .. } => format!(
+                "raise `engine.kv_memory` to at least {} times its value, or shorten prompt or `max_new_tokens` by {}",
+                needed_tokens.div_ceil((*capacity_tokens).max(1)),
+                needed_tokens - capacity_tokens,
+            ),
+            Self::Busy { .. } => "tick until nothing is running, or abort what is, before the flush".into(),
+            Self::StaleEpoch { current, .. } => format!("use an epoch of {} or more", current + 1),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_names_both_numbers_and_a_way_out() {
+        let error = SchedulerError::NeverFits { group: GroupId(7), needed_tokens: 90, capacity_tokens: 64 };
+        assert_eq!(error.to_string(), "group 7 needs KV for 90 tokens, but the whole cache holds 64");
+        assert!(error.hint().contains("by 26"), "{}", error.hint());
+    }
+}

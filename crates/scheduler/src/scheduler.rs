@@ -1,0 +1,554 @@
+//! The scheduler: requests in, one plan per tick, finished rollouts out.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use r3_core::ids::{BlockId, PolicyVersion, SequenceId};
+use r3_core::rollout::FinishReason;
+use r3_core::routes::RouteDims;
+
+use crate::config::SchedulerConfig;
+use crate::error::SchedulerError;
+use crate::kv_memory::KvMemory;
+use crate::plan::TickPlan;
+use crate::request::{Finished, Request, Sample, SequenceView};
+use crate::sequence::Sequence;
+
+/// Where the scheduler stands.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SchedulerStats {
+    /// Sequences that hold blocks.
+    pub n_running: usize,
+    /// Sequences that wait for blocks.
+    pub n_waiting: usize,
+    /// All blocks.
+    pub n_blocks: usize,
+    /// Blocks that sequences hold.
+    pub n_held_blocks: usize,
+    /// Blocks that nobody holds, kept for prefix hits.
+    pub n_idle_blocks: usize,
+    /// Blocks a prefix hit can find, held or not.
+    pub n_indexed_blocks: usize,
+    /// Bytes of the route pool.
+    pub route_bytes: usize,
+    /// Since the start: admissions that found a prefix.
+    pub n_hits: u64,
+    /// Since the start: tokens those did not have to compute.
+    pub hit_tokens: u64,
+    /// Since the start: tokens taken over from the first prefill of the same group.
+    pub forked_tokens: u64,
+    /// Since the start: tokens computed.
+    pub computed_tokens: u64,
+    /// Since the start: times blocks were taken from a running sequence.
+    pub n_preemptions: u64,
+}
+
+/// Sequences that were submitted with one prompt, of which the first to compute it shares it with the others.
+#[derive(Default)]
+pub(crate) struct Family {
+    /// The member computing the prompt now.
+    pub(crate) leader: Option<SequenceId>,
+    /// Members that wait and have sampled nothing, in the order in which they would lead.
+    pub(crate) unstarted: VecDeque<SequenceId>,
+}
+
+/// A sequence that holds blocks.
+#[derive(Clone, Copy)]
+pub(crate) struct Running {
+    pub(crate) id: SequenceId,
+    /// Tokens it may compute this tick.
+    pub(crate) granted: usize,
+}
+
+/// A group member that takes over what its leader computes this tick.
+#[derive(Clone, Copy)]
+pub(crate) struct Fork {
+    pub(crate) leader: SequenceId,
+    pub(crate) follower: SequenceId,
+}
+
+/// Continuous batching over block tables.
+///
+/// One tick is [`Self::plan`], the engine's forward over [`Self::tick_plan`], [`Self::record`] for the routes,
+/// [`Self::advance`] with the samples, then [`Self::take_finished`]. Everything else happens between ticks.
+///
+/// - Decoding sequences come first, then prefill chunks, oldest first, under one token budget.
+/// - A group's prompt is computed once; the others fork from it. Who finds no room waits, and computes it later.
+/// - When a block is missing, the youngest running sequence gives up its blocks, keeps all it emitted, and waits at
+///   the front. The oldest never does, so it always gets on.
+pub struct Scheduler {
+    pub(crate) config: SchedulerConfig,
+    pub(crate) kv: KvMemory,
+    pub(crate) sequences: BTreeMap<SequenceId, Sequence>,
+    /// Ids ascend: age is the order of submission.
+    pub(crate) running: Vec<Running>,
+    pub(crate) waiting: VecDeque<SequenceId>,
+    pub(crate) families: BTreeMap<SequenceId, Family>,
+    pub(crate) finished: VecDeque<Finished>,
+    pub(crate) plan: TickPlan,
+    pub(crate) forks: Vec<Fork>,
+    pub(crate) is_in_tick: bool,
+    pub(crate) counters: SchedulerStats,
+    route_ids: Vec<u16>,
+    next_id: u64,
+}
+
+impl Scheduler {
+    /// A scheduler in weight epoch 0, with all its memory.
+    ///
+    /// # Errors
+    /// If a size is 0 or the slots outnumber their ids.
+    pub fn new(config: SchedulerConfig) -> Result<Self, SchedulerError> {
+        config.check()?;
+        Ok(Self {
+            config,
+            kv: KvMemory::new(config.n_blocks, config.block_tokens, config.prefix_cache, config.routes),
+            sequences: BTreeMap::new(),
+            running: Vec::with_capacity(config.max_running),
+            waiting: VecDeque::new(),
+            families: BTreeMap::new(),
+            finished: VecDeque::new(),
+            plan: TickPlan::default(),
+            forks: Vec::new(),
+            is_in_tick: false,
+            counters: SchedulerStats::default(),
+            route_ids: vec![0; config.routes.map_or(0, RouteDims::row_ids)],
+            next_id: 0,
+        })
+    }
+
+    /// Queues one completion of a prompt, as index 0 of its group.
+    ///
+    /// # Errors
+    /// If the prompt is empty, or could not be completed even with the whole cache to itself.
+    pub fn submit(&mut self, request: &Request) -> Result<SequenceId, SchedulerError> {
+        Ok(self.submit_group(request, 1)?[0])
+    }
+
+    /// Queues `n` completions of one prompt, indices `0..n`.
+    ///
+    /// # Errors
+    /// If `n` is 0, the prompt is empty, or one completion does not fit the whole cache.
+    pub fn submit_group(&mut self, request: &Request, n: u32) -> Result<Vec<SequenceId>, SchedulerError> {
+        let group = request.group;
+        if n == 0 {
+            return Err(SchedulerError::EmptyGroup { group });
+        }
+        if request.prompt.is_empty() {
+            return Err(SchedulerError::EmptyPrompt { group });
+        }
+        // The last sampled token is never fed, so it needs no slot.
+        let needed_tokens = request.prompt.len().saturating_add(request.max_new_tokens.saturating_sub(1));
+        let capacity_tokens = self.config.n_blocks * self.config.block_tokens;
+        if needed_tokens > capacity_tokens {
+            return Err(SchedulerError::NeverFits { group, needed_tokens, capacity_tokens });
+        }
+        let family = SequenceId(self.next_id);
+        let ids: Vec<_> = (0..n).map(|index| SequenceId(family.0 + u64::from(index))).collect();
+        for (index, &id) in (0..).zip(&ids) {
+            self.sequences.insert(id, Sequence::new((id, family), index, request, self.config.routes));
+        }
+        self.waiting.extend(&ids);
+        if n > 1 {
+            self.families.insert(family, Family { leader: None, unstarted: ids.iter().copied().collect() });
+        }
+        self.next_id += u64::from(n);
+        Ok(ids)
+    }
+
+    /// The tick that [`Self::plan`] made.
+    #[must_use]
+    pub fn tick_plan(&self) -> &TickPlan {
+        &self.plan
+    }
+
+    /// Blocks of a running sequence: position `p` lies in slot `blocks[p / block_tokens] * block_tokens + p %
+    /// block_tokens`.
+    ///
+    /// # Panics
+    /// If there is no such sequence.
+    #[must_use]
+    pub fn block_table(&self, id: SequenceId) -> &[u32] {
+        &self.get(id).blocks
+    }
+
+    /// A sequence that runs or waits.
+    ///
+    /// # Panics
+    /// If there is no such sequence.
+    #[must_use]
+    pub fn sequence(&self, id: SequenceId) -> SequenceView<'_> {
+        let sequence = self.get(id);
+        SequenceView {
+            group: sequence.group,
+            index: sequence.index,
+            position: sequence.tokens.len(),
+            tokens: &sequence.tokens,
+            prompt_tokens: sequence.prompt_tokens,
+        }
+    }
+
+    /// Stores the routes of this tick: `write_row(row, out)` fills `out` `[L * K]` with the expert ids of one row of
+    /// the plan, in router order. Does nothing when routes are off.
+    ///
+    /// Every row goes to the slot the plan gave it, under its block's stamp; and to the trace of its sequence, unless
+    /// the trace has that position already.
+    ///
+    /// # Panics
+    /// Outside a tick, or if an id does not fit the ids' width.
+    pub fn record(&mut self, mut write_row: impl FnMut(usize, &mut [u16])) {
+        assert!(self.is_in_tick, "routes are recorded between `plan` and `advance`");
+        if self.config.routes.is_none() {
+            return;
+        }
+        for chunk in &self.plan.chunks {
+            let sequence = self.sequences.get_mut(&chunk.sequence).expect("planned sequences exist");
+            let trace = sequence.trace.as_mut().expect("routes are on");
+            for at in 0..chunk.n_tokens {
+                write_row(chunk.first_row + at, &mut self.route_ids);
+                let position = chunk.start + at;
+                let block = sequence.blocks[position / self.config.block_tokens];
+                let offset = position % self.config.block_tokens;
+                trace.extend(position, self.kv.record(BlockId(block), offset, &self.route_ids));
+            }
+        }
+    }
+
+    /// Stores logprobs (nats) of prompt tokens: `logprobs[i]` is that of token `start + i + 1`, from the logits of row
+    /// `start + i` of `sequence`. Called for chunks that want [`crate::plan::Logits::All`]; what is already known stays.
+    ///
+    /// # Panics
+    /// If the sequence did not ask for them, or they leave a hole or the prompt.
+    pub fn record_prompt_logprobs(&mut self, sequence: SequenceId, start: usize, logprobs: &[f32]) {
+        assert!(self.is_in_tick, "prompt logprobs are recorded between `plan` and `advance`");
+        let sequence = self.sequences.get_mut(&sequence).expect("planned sequences exist");
+        assert!(
+            start + logprobs.len() < sequence.prompt_tokens,
+            "the last prompt row predicts no prompt token"
+        );
+        let held = sequence.prompt_logprobs.as_mut().expect("the request wants prompt logprobs");
+        let known = held.len().checked_sub(start).expect("prompt logprobs are taken in order");
+        held.extend_from_slice(logprobs.get(known..).unwrap_or_default());
+    }
+
+    /// Ends the tick: `samples` answers the plan's sample sites in their order, and `version` made them.
+    ///
+    /// # Panics
+    /// Outside a tick, if the samples are not those of the plan, or if a computed row was not recorded: a row the
+    /// trace does not have must never be taken for expert 0.
+    pub fn advance(&mut self, samples: &[Sample], version: PolicyVersion) {
+        assert!(self.is_in_tick, "`advance` ends what `plan` began");
+        self.is_in_tick = false;
+        for chunk in &self.plan.chunks {
+            let sequence = self.sequences.get_mut(&chunk.sequence).expect("planned sequences exist");
+            sequence.settle(&mut self.kv, chunk.start + chunk.n_tokens, self.config.block_tokens);
+            assert_recorded(sequence);
+        }
+        self.counters.computed_tokens += self.plan.n_tokens() as u64;
+        self.complete_forks();
+
+        let sites = self.plan.samples.iter().map(|site| site.sequence);
+        assert!(
+            sites.eq(samples.iter().map(|sample| sample.sequence)),
+            "one sample per site of the plan, in order"
+        );
+        for sample in samples {
+            let sequence = self.sequences.get_mut(&sample.sequence).expect("sampling sequences exist");
+            if let Some(reason) = sequence.push(sample.token, sample.logprob, version) {
+                self.finish(sample.sequence, reason);
+            }
+        }
+        self.finish_prefills();
+    }
+
+    /// The next request that ended, in the order in which they did.
+    pub fn take_finished(&mut self) -> Option<Finished> {
+        self.finished.pop_front()
+    }
+
+    /// Takes a request back: it ends with what it has. `false` if it is not here (any more).
+    ///
+    /// # Panics
+    /// Inside a tick.
+    pub fn abort(&mut self, id: SequenceId) -> bool {
+        assert!(!self.is_in_tick, "requests are aborted between ticks");
+        let is_known = self.sequences.contains_key(&id);
+        if is_known {
+            self.finish(id, FinishReason::Abort);
+        }
+        is_known
+    }
+
+    /// Takes all requests back, oldest first.
+    ///
+    /// # Panics
+    /// Inside a tick.
+    pub fn abort_all(&mut self) {
+        while let Some((&id, _)) = self.sequences.first_key_value() {
+            self.abort(id);
+        }
+    }
+
+    /// Begins weight epoch `epoch`: no block and no route row of an older epoch can be found afterwards.
+    ///
+    /// What waiting requests emitted stays as it is, since it was sampled under the old weights; one that sampled
+    /// nothing starts over.
+    ///
+    /// # Errors
+    /// If a sequence holds blocks, or the epoch does not move forward. Nothing changes then.
+    ///
+    /// # Panics
+    /// Inside a tick.
+    pub fn flush(&mut self, epoch: u64) -> Result<(), SchedulerError> {
+        assert!(!self.is_in_tick, "a flush happens between ticks");
+        if !self.running.is_empty() {
+            return Err(SchedulerError::Busy { n_running: self.running.len() });
+        }
+        if epoch <= self.kv.epoch() {
+            return Err(SchedulerError::StaleEpoch { epoch, current: self.kv.epoch() });
+        }
+        self.kv.flush(epoch);
+        for sequence in self.sequences.values_mut().filter(|sequence| sequence.n_sampled() == 0) {
+            sequence.restart();
+        }
+        Ok(())
+    }
+
+    /// Whether a tick would do anything.
+    #[must_use]
+    pub fn has_work(&self) -> bool {
+        !self.sequences.is_empty()
+    }
+
+    /// Sequences that hold blocks.
+    #[must_use]
+    pub fn n_running(&self) -> usize {
+        self.running.len()
+    }
+
+    /// Sequences that wait for blocks.
+    #[must_use]
+    pub fn n_waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// The weight epoch of everything findable.
+    #[must_use]
+    pub fn epoch(&self) -> u64 {
+        self.kv.epoch()
+    }
+
+    /// Bytes held for routes; 0 when they are off.
+    #[must_use]
+    pub fn route_bytes(&self) -> usize {
+        self.kv.route_bytes()
+    }
+
+    /// Where the scheduler stands.
+    #[must_use]
+    pub fn stats(&self) -> SchedulerStats {
+        SchedulerStats {
+            n_running: self.n_running(),
+            n_waiting: self.n_waiting(),
+            n_blocks: self.kv.n_blocks(),
+            n_held_blocks: self.kv.n_blocks() - self.kv.n_available(),
+            n_idle_blocks: self.kv.n_idle(),
+            n_indexed_blocks: self.kv.n_indexed(),
+            route_bytes: self.route_bytes(),
+            ..self.counters
+        }
+    }
+
+    pub(crate) fn get(&self, id: SequenceId) -> &Sequence {
+        self.sequences.get(&id).unwrap_or_else(|| panic!("sequence {id} is not here"))
+    }
+
+    /// Hands followers what their leader computed: after its blocks were settled, before anyone can finish.
+    fn complete_forks(&mut self) {
+        for Fork { leader, follower } in self.forks.drain(..) {
+            // Out and in again: two entries of one map are borrowed at once.
+            let mut member = self.sequences.remove(&follower).expect("followers exist");
+            let of_leader = &self.sequences[&leader];
+            let shared = of_leader.computed / self.config.block_tokens;
+            if let (Some(&from), Some(&to)) = (of_leader.blocks.get(shared), member.blocks.get(shared)) {
+                let n_slots = of_leader.computed % self.config.block_tokens;
+                self.kv.copy_routes(BlockId(from), BlockId(to), n_slots);
+            }
+            member.inherit(of_leader);
+            self.counters.forked_tokens += member.computed as u64;
+            self.sequences.insert(follower, member);
+        }
+    }
+
+    /// Ends requests that wanted nothing but their prompt computed.
+    fn finish_prefills(&mut self) {
+        let is_done = |sequence: &Sequence| sequence.max_new_tokens == 0 && sequence.n_pending() == 0;
+        while let Some(done) = self.running.iter().find(|running| is_done(&self.sequences[&running.id])) {
+            self.finish(done.id, FinishReason::Length);
+        }
+    }
+
+    /// Moves a sequence out, whatever it was doing.
+    pub(crate) fn finish(&mut self, id: SequenceId, reason: FinishReason) {
+        self.leave_family(id);
+        match self.running.binary_search_by_key(&id, |running| running.id) {
+            Ok(at) => drop(self.running.remove(at)),
+            Err(_) => self.waiting.retain(|&waiting| waiting != id),
+        }
+        let mut sequence = self.sequences.remove(&id).expect("a sequence ends once");
+        sequence.release_blocks(&mut self.kv);
+        self.finished.push_back(sequence.finish(reason));
+    }
+
+    /// The sequence leads no longer and waits for nobody.
+    pub(crate) fn leave_family(&mut self, id: SequenceId) {
+        let key = self.get(id).family;
+        if let Some(family) = self.families.get_mut(&key) {
+            family.leader = family.leader.filter(|&leader| leader != id);
+            family.unstarted.retain(|&member| member != id);
+            if family.leader.is_none() && family.unstarted.is_empty() {
+                self.families.remove(&key);
+            }
+        }
+    }
+}
+
+/// Asserts that the engine recorded every row it computed.
+fn assert_recorded(sequence: &Sequence) {
+    let rows = sequence.trace.as_ref().map(|_| sequence.trace_rows());
+    assert!(
+        rows.is_none_or(|rows| rows >= sequence.computed),
+        "sequence {} computed {} tokens, but recorded {} route rows",
+        sequence.id,
+        sequence.computed,
+        sequence.trace_rows(),
+    );
+    let logprobs = sequence.prompt_logprobs.as_ref().map_or(usize::MAX, Vec::len);
+    assert!(
+        logprobs >= sequence.computed.min(sequence.prompt_tokens - 1),
+        "sequence {} computed {} tokens, but recorded {logprobs} prompt logprobs",
+        sequence.id,
+        sequence.computed,
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use r3_core::ids::{GroupId, TokenId};
+
+    use super::*;
+
+    const CONFIG: SchedulerConfig = SchedulerConfig {
+        block_tokens: 4,
+        n_blocks: 4,
+        max_running: 2,
+        max_batch_tokens: 8,
+        prefix_cache: true,
+        routes: None,
+    };
+
+    fn request(n_prompt: usize, max_new_tokens: usize) -> Request {
+        Request {
+            group: GroupId(7),
+            prompt: vec![TokenId(5); n_prompt].into(),
+            max_new_tokens,
+            stop_tokens: Arc::new([TokenId(0)]),
+            prompt_logprobs: false,
+        }
+    }
+
+    /// One tick in which every site samples `token`.
+    fn tick(scheduler: &mut Scheduler, token: u32) {
+        assert!(scheduler.plan());
+        let sites = scheduler.tick_plan().samples.iter();
+        let samples: Vec<_> = sites
+            .map(|site| Sample { sequence: site.sequence, token: TokenId(token), logprob: -0.5 })
+            .collect();
+        scheduler.advance(&samples, PolicyVersion(3));
+        scheduler.check();
+    }
+
+    #[test]
+    fn what_can_never_run_is_refused() {
+        let mut scheduler = Scheduler::new(CONFIG).unwrap();
+        let group = GroupId(7);
+        assert_eq!(scheduler.submit(&request(0, 1)), Err(SchedulerError::EmptyPrompt { group }));
+        assert_eq!(scheduler.submit_group(&request(1, 1), 0), Err(SchedulerError::EmptyGroup { group }));
+        let too_long = SchedulerError::NeverFits { group, needed_tokens: 17, capacity_tokens: 16 };
+        assert_eq!(scheduler.submit(&request(10, 8)), Err(too_long));
+        assert_eq!(scheduler.submit(&request(17, 0)), Err(too_long));
+        assert!(!scheduler.has_work());
+        assert!(scheduler.submit(&request(10, 7)).is_ok(), "the last sampled token needs no slot");
+        assert!(scheduler.submit(&request(16, 0)).is_ok());
+    }
+
+    #[test]
+    fn a_stop_token_is_the_last_token_and_a_length_is_exact() {
+        let mut scheduler = Scheduler::new(CONFIG).unwrap();
+        scheduler.submit(&request(2, 3)).unwrap();
+        tick(&mut scheduler, 9);
+        tick(&mut scheduler, 0);
+        let stopped = scheduler.take_finished().unwrap();
+        assert_eq!(
+            (stopped.finish, stopped.view().completion()),
+            (FinishReason::Stop, &[9, 0].map(TokenId)[..])
+        );
+        assert_eq!(
+            (&stopped.rollout_logprobs[..], &stopped.versions[..]),
+            (&[-0.5; 2][..], &[PolicyVersion(3); 2][..])
+        );
+        scheduler.submit(&request(2, 3)).unwrap();
+        (0..3).for_each(|_| tick(&mut scheduler, 9));
+        assert_eq!(scheduler.take_finished().unwrap().finish, FinishReason::Length);
+        assert!(!scheduler.plan() && scheduler.tick_plan().chunks.is_empty(), "nothing is left to do");
+    }
+
+    #[test]
+    fn an_abort_ends_what_waits_and_what_runs_once() {
+        let mut scheduler = Scheduler::new(CONFIG).unwrap();
+        let ids = scheduler.submit_group(&request(3, 4), 3).unwrap();
+        tick(&mut scheduler, 9);
+        assert_eq!((scheduler.n_running(), scheduler.n_waiting()), (2, 1));
+        assert!(scheduler.abort(ids[1]) && !scheduler.abort(ids[1]));
+        scheduler.check();
+        scheduler.abort_all();
+        scheduler.check();
+        let ends: Vec<_> = std::iter::from_fn(|| scheduler.take_finished()).collect();
+        assert_eq!(ends.iter().map(|end| end.sequence).collect::<Vec<_>>(), [ids[1], ids[0], ids[2]]);
+        assert_eq!(ends.iter().map(|end| end.tokens.len()).collect::<Vec<_>>(), [4, 4, 3]);
+        assert!(!scheduler.has_work() && scheduler.families.is_empty());
+        assert_eq!(scheduler.stats().n_held_blocks, 0);
+    }
+
+    #[test]
+    fn a_flush_starts_over_what_sampled_nothing() {
+        let dims = RouteDims { n_layers: 1, top_k: 1, n_experts: 4 };
+        let mut scheduler = Scheduler::new(SchedulerConfig { routes: Some(dims), ..CONFIG }).unwrap();
+        let id = scheduler.submit(&request(12, 4)).unwrap();
+        assert!(scheduler.plan());
+        scheduler.record(|_, out| out[0] = 3);
+        scheduler.advance(&[], PolicyVersion(0));
+        assert_eq!(scheduler.flush(1), Err(SchedulerError::Busy { n_running: 1 }));
+        assert_eq!(scheduler.get(id).trace_rows(), 8);
+        // What only a preemption does: the sequence waits, with rows it was not sampled under.
+        scheduler.running.clear();
+        scheduler.waiting.push_back(id);
+        scheduler.sequences.get_mut(&id).unwrap().release_blocks(&mut scheduler.kv);
+        scheduler.flush(1).unwrap();
+        scheduler.check();
+        assert_eq!(scheduler.get(id).trace_rows(), 0);
+        assert_eq!(scheduler.flush(1), Err(SchedulerError::StaleEpoch { epoch: 1, current: 1 }));
+    }
+
+    #[test]
+    fn samples_must_answer_the_plan() {
+        let mut scheduler = Scheduler::new(CONFIG).unwrap();
+        scheduler.submit(&request(2, 3)).unwrap();
+        assert!(scheduler.plan());
+        let advanced = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            scheduler.advance(&[], PolicyVersion(0));
+        }));
+        assert!(advanced.is_err());
+    }
+}

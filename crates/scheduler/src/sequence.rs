@@ -1,0 +1,283 @@
+//! One request on its way: what it emitted, which survives everything, and the KV it holds, which does not.
+
+use std::sync::Arc;
+
+use r3_core::ids::{BlockId, GroupId, PolicyVersion, SequenceId, TokenId};
+use r3_core::rollout::FinishReason;
+use r3_core::routes::RouteDims;
+
+use crate::kv_memory::{Hit, KvMemory};
+use crate::prefix_cache::Prefix;
+use crate::request::{Finished, Request};
+use crate::trace::Trace;
+
+/// How far a sequence's full blocks are in the prefix cache.
+#[derive(Clone, Copy)]
+pub(crate) struct Published {
+    /// Blocks from the first on that are indexed, here or as equal blocks of another sequence.
+    n_blocks: usize,
+    /// The prefix that ends there.
+    end: Option<Prefix>,
+    /// The prefix was evicted: nothing after it can be found any more.
+    is_cut: bool,
+}
+
+impl Published {
+    const NOTHING: Self = Self { n_blocks: 0, end: None, is_cut: false };
+}
+
+/// Two halves. *Emitted* (tokens, logprobs, versions, trace) only grows. *Resident* (blocks, `computed`,
+/// `published`) is given up on preemption and computed again.
+pub(crate) struct Sequence {
+    pub(crate) id: SequenceId,
+    pub(crate) group: GroupId,
+    pub(crate) index: u32,
+    /// The first sequence of the same `submit_group`: its members have one prompt.
+    pub(crate) family: SequenceId,
+    pub(crate) max_new_tokens: usize,
+    stop_tokens: Arc<[TokenId]>,
+    pub(crate) prompt_tokens: usize,
+
+    pub(crate) tokens: Vec<TokenId>,
+    pub(crate) rollout_logprobs: Vec<f32>,
+    pub(crate) versions: Vec<PolicyVersion>,
+    pub(crate) prompt_logprobs: Option<Vec<f32>>,
+    pub(crate) trace: Option<Trace>,
+    pub(crate) cached_tokens: usize,
+    pub(crate) n_preemptions: usize,
+
+    /// Block ids by position; plain numbers, because attention reads them as they are.
+    pub(crate) blocks: Vec<u32>,
+    /// Tokens whose keys and values are in `blocks`.
+    pub(crate) computed: usize,
+    published: Published,
+}
+
+impl Sequence {
+    pub(crate) fn new(
+        (id, family): (SequenceId, SequenceId),
+        index: u32,
+        request: &Request,
+        routes: Option<RouteDims>,
+    ) -> Self {
+        Self {
+            id,
+            group: request.group,
+            index,
+            family,
+            max_new_tokens: request.max_new_tokens,
+            stop_tokens: Arc::clone(&request.stop_tokens),
+            prompt_tokens: request.prompt.len(),
+            tokens: request.prompt.to_vec(),
+            rollout_logprobs: Vec::new(),
+            versions: Vec::new(),
+            prompt_logprobs: request.prompt_logprobs.then(Vec::new),
+            trace: routes.map(Trace::new),
+            cached_tokens: 0,
+            n_preemptions: 0,
+            blocks: Vec::new(),
+            computed: 0,
+            published: Published::NOTHING,
+        }
+    }
+
+    pub(crate) fn n_sampled(&self) -> usize {
+        self.tokens.len() - self.prompt_tokens
+    }
+
+    /// Tokens that must be computed before the next one can be sampled.
+    pub(crate) fn n_pending(&self) -> usize {
+        self.tokens.len() - self.computed
+    }
+
+    /// Route rows the trace has; 0 when routes are off.
+    pub(crate) fn trace_rows(&self) -> usize {
+        self.trace.as_ref().map_or(0, Trace::rows)
+    }
+
+    /// Tokens a prefix hit may cover: never the last, whose logits are needed, nor a row whose logprob is.
+    pub(crate) fn max_hit_tokens(&self) -> usize {
+        let last = self.tokens.len() - 1;
+        self.first_wanted_logprob().map_or(last, |row| row.min(last))
+    }
+
+    /// The row after which a prompt logprob is still to be taken.
+    pub(crate) fn first_wanted_logprob(&self) -> Option<usize> {
+        let held = self.prompt_logprobs.as_ref()?.len();
+        (held + 1 < self.prompt_tokens).then_some(held)
+    }
+
+    /// Takes over a cached prefix: its blocks, the trace rows that are new, and how far it is published.
+    ///
+    /// # Panics
+    /// If a row the trace lacks is not readable: [`KvMemory::hit`] ends before such a block.
+    pub(crate) fn adopt(&mut self, hit: Hit, kv: &KvMemory, block_tokens: usize) {
+        for (at, &block) in hit.blocks.iter().enumerate() {
+            let start = at * block_tokens;
+            let known = self.trace_rows().saturating_sub(start);
+            if let Some(trace) = &mut self.trace
+                && known < block_tokens
+            {
+                trace.extend(start + known, kv.routes_from(block, known).expect("a hit is readable"));
+            }
+            self.blocks.push(block.0);
+        }
+        self.computed = hit.blocks.len() * block_tokens;
+        self.published = Published { n_blocks: hit.blocks.len(), end: hit.end, is_cut: false };
+        if self.n_sampled() == 0 {
+            self.cached_tokens = self.computed;
+        }
+    }
+
+    /// Takes over from `leader`, which has just computed the prompt of both, what is not in blocks.
+    pub(crate) fn inherit(&mut self, leader: &Self) {
+        self.computed = leader.computed;
+        self.published = leader.published;
+        self.cached_tokens = leader.cached_tokens;
+        if let (Some(own), Some(of_leader)) = (&mut self.prompt_logprobs, &leader.prompt_logprobs) {
+            own.extend_from_slice(&of_leader[own.len()..]);
+        }
+        if let (Some(trace), Some(of_leader)) = (&mut self.trace, &leader.trace) {
+            trace.extend(0, of_leader.view().bytes());
+        }
+    }
+
+    /// Notes that the tokens before `end` are computed, and makes the blocks this filled findable.
+    pub(crate) fn settle(&mut self, kv: &mut KvMemory, end: usize, block_tokens: usize) {
+        self.computed = end;
+        while !self.published.is_cut && (self.published.n_blocks + 1) * block_tokens <= end {
+            let at = self.published.n_blocks;
+            let tokens = &self.tokens[at * block_tokens..(at + 1) * block_tokens];
+            match kv.publish(self.published.end, tokens, BlockId(self.blocks[at])) {
+                Some(end) => self.published = Published { n_blocks: at + 1, end: Some(end), is_cut: false },
+                None => self.published.is_cut = true,
+            }
+        }
+    }
+
+    /// Appends a sampled token; says why this was the last, if it was.
+    pub(crate) fn push(
+        &mut self,
+        token: TokenId,
+        logprob: f32,
+        version: PolicyVersion,
+    ) -> Option<FinishReason> {
+        self.tokens.push(token);
+        self.rollout_logprobs.push(logprob);
+        self.versions.push(version);
+        if self.stop_tokens.contains(&token) {
+            Some(FinishReason::Stop)
+        } else {
+            (self.n_sampled() == self.max_new_tokens).then_some(FinishReason::Length)
+        }
+    }
+
+    /// Gives up the resident half. The tail goes first, so that eviction shortens a cached prefix from its end.
+    pub(crate) fn release_blocks(&mut self, kv: &mut KvMemory) {
+        for block in self.blocks.drain(..).rev() {
+            kv.release(BlockId(block));
+        }
+        self.computed = 0;
+        self.published = Published::NOTHING;
+    }
+
+    /// Forgets routes and prompt logprobs of a request that sampled nothing: they are of weights it will not use.
+    pub(crate) fn restart(&mut self) {
+        assert!(
+            self.n_sampled() == 0 && self.blocks.is_empty(),
+            "only an unsampled, waiting request restarts"
+        );
+        self.cached_tokens = 0;
+        if let Some(trace) = &mut self.trace {
+            trace.clear();
+        }
+        if let Some(logprobs) = &mut self.prompt_logprobs {
+            logprobs.clear();
+        }
+    }
+
+    pub(crate) fn finish(self, finish: FinishReason) -> Finished {
+        Finished {
+            sequence: self.id,
+            group: self.group,
+            index: self.index,
+            tokens: self.tokens,
+            prompt_tokens: self.prompt_tokens,
+            rollout_logprobs: self.rollout_logprobs,
+            versions: self.versions,
+            routes: self.trace.map(Trace::into_rows),
+            prompt_logprobs: self.prompt_logprobs,
+            finish,
+            cached_tokens: self.cached_tokens,
+            n_preemptions: self.n_preemptions,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DIMS: RouteDims = RouteDims { n_layers: 1, top_k: 1, n_experts: 4 };
+
+    fn sequence(prompt_logprobs: bool) -> Sequence {
+        let request = Request {
+            group: GroupId(0),
+            prompt: [1, 2, 3].map(TokenId).into(),
+            max_new_tokens: 2,
+            stop_tokens: [TokenId(0)].into(),
+            prompt_logprobs,
+        };
+        Sequence::new((SequenceId(0), SequenceId(0)), 0, &request, Some(DIMS))
+    }
+
+    #[test]
+    fn a_stop_token_ends_before_the_length_does() {
+        let mut both = sequence(false);
+        assert_eq!(both.push(TokenId(4), -1.0, PolicyVersion(1)), None);
+        assert_eq!(both.push(TokenId(0), -2.0, PolicyVersion(2)), Some(FinishReason::Stop));
+        assert_eq!(both.versions, [PolicyVersion(1), PolicyVersion(2)]);
+    }
+
+    #[test]
+    fn a_hit_leaves_the_rows_whose_logits_are_needed() {
+        assert_eq!(sequence(false).max_hit_tokens(), 2, "the last token's");
+        let mut wanting = sequence(true);
+        assert_eq!((wanting.max_hit_tokens(), wanting.first_wanted_logprob()), (0, Some(0)));
+        wanting.prompt_logprobs = Some(vec![-1.0]);
+        assert_eq!((wanting.max_hit_tokens(), wanting.first_wanted_logprob()), (1, Some(1)));
+        wanting.prompt_logprobs = Some(vec![-1.0, -2.0]);
+        assert_eq!((wanting.max_hit_tokens(), wanting.first_wanted_logprob()), (2, None));
+    }
+
+    #[test]
+    fn a_hit_brings_only_the_rows_the_trace_lacks() {
+        let mut kv = KvMemory::new(1, 2, true, Some(DIMS));
+        let block = kv.allocate().unwrap();
+        kv.record(block, 0, &[2]);
+        kv.record(block, 1, &[3]);
+        let mut again = sequence(false);
+        again.trace.as_mut().unwrap().extend(0, &[1]);
+        again.adopt(Hit { blocks: vec![block], end: None }, &kv, 2);
+        assert_eq!(again.trace.as_ref().unwrap().view().bytes(), [1, 3], "row 0 was written before");
+        assert_eq!((again.computed, again.cached_tokens, &again.blocks[..]), (2, 2, &[0][..]));
+    }
+
+    #[test]
+    fn preemption_gives_up_what_is_resident_and_nothing_emitted() {
+        let mut kv = KvMemory::new(2, 2, true, Some(DIMS));
+        let mut preempted = sequence(false);
+        let full = kv.allocate().unwrap();
+        for offset in 0..2 {
+            kv.record(full, offset, &[1]);
+        }
+        preempted.blocks = vec![full.0, kv.allocate().unwrap().0];
+        preempted.trace.as_mut().unwrap().extend(0, &[1, 1, 2]);
+        preempted.settle(&mut kv, 3, 2);
+        preempted.push(TokenId(4), -1.0, PolicyVersion(1));
+        preempted.release_blocks(&mut kv);
+        assert_eq!((preempted.computed, preempted.n_pending(), preempted.trace_rows()), (0, 4, 3));
+        assert_eq!((kv.n_idle(), kv.n_available()), (1, 2), "the full block can be found again");
+        assert_eq!(kv.hit(&preempted.tokens, 3).blocks, [full]);
+    }
+}
