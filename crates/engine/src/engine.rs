@@ -1,0 +1,309 @@
+//! The engine: requests in, one forward a tick, finished rollouts out.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use r3_core::ids::{GroupId, PolicyVersion, SequenceId, TokenId};
+use r3_kernels::attention::{KvCache, PagedSequence};
+use r3_kernels::logprob::chosen_logprobs;
+use r3_kernels::router::{RouteRecord, Routing};
+use r3_model::buffers::{Buffers, Paged, Rows};
+use r3_model::config::ModelConfig;
+use r3_model::error::ModelError;
+use r3_model::executor::{Executor, Weights};
+use r3_model::forward::{forward, logits};
+use r3_model::source::{TensorHash, TensorSource};
+use r3_scheduler::plan::{Logits, TickPlan};
+use r3_scheduler::request::{Finished, Request, Sample};
+use r3_scheduler::scheduler::{Scheduler, SchedulerStats};
+
+use crate::config::EngineConfig;
+use crate::error::EngineError;
+use crate::refit;
+use crate::sampler::{SampleKey, Sampler, Sampling};
+
+/// All rollouts of one prompt, to be sampled alike.
+#[derive(Clone, Debug)]
+pub struct GroupRequest {
+    /// Which group.
+    pub group: GroupId,
+    /// The prompt, `1..` tokens.
+    pub prompt: Arc<[TokenId]>,
+    /// Rollouts, `G`.
+    pub size: u32,
+    /// Tokens to sample at most; 0 computes the prompt only.
+    pub max_new_tokens: usize,
+    /// Any of these ends a completion.
+    pub stop_tokens: Arc<[TokenId]>,
+    /// How tokens are drawn.
+    pub sampling: Sampling,
+    /// Keys the draws, together with group, index and position.
+    pub seed: u64,
+}
+
+/// Token counts of one tick.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TickStats {
+    /// Tokens computed.
+    pub computed_tokens: usize,
+    /// Tokens sampled.
+    pub sampled_tokens: usize,
+}
+
+/// Serves one model. Weights, KV, routes and prefix cache belong to one epoch, which only a refit ends.
+pub struct Engine {
+    pub(crate) config: EngineConfig,
+    pub(crate) exec: Buffers,
+    pub(crate) weights: Weights<Buffers>,
+    pub(crate) hashes: Vec<TensorHash>,
+    pub(crate) version: PolicyVersion,
+    pub(crate) scheduler: Scheduler,
+    pub(crate) replay: Option<crate::score::Replay>,
+    cache: KvCache,
+    record: Option<RouteRecord>,
+    sampler: Sampler,
+    sampling: HashMap<SequenceId, (Sampling, u64)>,
+    samples: Vec<Sample>,
+    logit_rows: Vec<usize>,
+}
+
+impl Engine {
+    /// Loads the weights of `source` and gives the KV cache its memory.
+    ///
+    /// # Errors
+    /// If a tensor cannot be read or is not finite, or the KV memory holds no block.
+    pub fn new(
+        config: EngineConfig,
+        model: &ModelConfig,
+        source: &dyn TensorSource,
+        version: PolicyVersion,
+    ) -> Result<Self, EngineError> {
+        let sizes = config.scheduler(model)?;
+        let mut exec = Buffers::new(model, config.dtype);
+        let (weights, hashes) = refit::load(&mut exec, model, source, config.dtype)?;
+        let n_slots = sizes.n_blocks * sizes.block_tokens;
+        let routes = model.route_dims();
+        Ok(Self {
+            config,
+            exec,
+            weights,
+            hashes,
+            version,
+            cache: KvCache::new(model.n_layers, n_slots, model.heads(), config.dtype),
+            scheduler: Scheduler::new(sizes)?,
+            replay: None,
+            record: config.capture_routes.then(|| RouteRecord::new(routes.n_layers, routes.top_k)),
+            sampler: Sampler::default(),
+            sampling: HashMap::new(),
+            samples: Vec::new(),
+            logit_rows: Vec::new(),
+        })
+    }
+
+    /// Queues a group.
+    ///
+    /// # Errors
+    /// If the prompt is empty or has a token outside the vocabulary, or prompt and completion exceed the model's
+    /// positions or the whole KV cache.
+    pub fn submit(&mut self, request: &GroupRequest) -> Result<Vec<SequenceId>, EngineError> {
+        self.check_request(&request.prompt, request.max_new_tokens)?;
+        let ids = self.scheduler.submit_group(
+            &Request {
+                group: request.group,
+                prompt: Arc::clone(&request.prompt),
+                max_new_tokens: request.max_new_tokens,
+                stop_tokens: Arc::clone(&request.stop_tokens),
+                prompt_logprobs: false,
+            },
+            request.size,
+        )?;
+        self.sampling.extend(ids.iter().map(|&id| (id, (request.sampling, request.seed))));
+        Ok(ids)
+    }
+
+    /// Computes one batch: plan, forward, record, sample, advance. Does nothing when there is no work.
+    ///
+    /// # Errors
+    /// If the forward fails, which would be a bug: requests are checked when they are submitted.
+    pub fn tick(&mut self) -> Result<TickStats, EngineError> {
+        if !self.scheduler.has_work() {
+            return Ok(TickStats::default());
+        }
+        self.scheduler.plan();
+        let logits = self.forward()?;
+        self.record_routes();
+        let copies = &self.scheduler.tick_plan().copies_after_forward;
+        self.cache.copy_slots(&copies.from, &copies.to);
+        self.score_prompts(&logits);
+        self.sample(&logits);
+        let plan = self.scheduler.tick_plan();
+        let stats = TickStats { computed_tokens: plan.n_tokens(), sampled_tokens: self.samples.len() };
+        self.exec.release(logits);
+        self.scheduler.advance(&self.samples, self.version);
+        Ok(stats)
+    }
+
+    /// The next rollout that ended.
+    pub fn take_finished(&mut self) -> Option<Finished> {
+        let finished = self.scheduler.take_finished()?;
+        self.sampling.remove(&finished.sequence);
+        Some(finished)
+    }
+
+    /// Takes all requests back; they finish with what they have.
+    pub fn abort_all(&mut self) {
+        self.scheduler.abort_all();
+    }
+
+    /// Whether a tick would do anything.
+    #[must_use]
+    pub fn has_work(&self) -> bool {
+        self.scheduler.has_work()
+    }
+
+    /// The model served.
+    #[must_use]
+    pub fn model(&self) -> &ModelConfig {
+        &self.weights.config
+    }
+
+    /// The policy version served.
+    #[must_use]
+    pub fn version(&self) -> PolicyVersion {
+        self.version
+    }
+
+    /// The weight epoch; it ends with every refit.
+    #[must_use]
+    pub fn epoch(&self) -> u64 {
+        self.scheduler.epoch()
+    }
+
+    /// Hashes of the resident weights.
+    #[must_use]
+    pub fn hashes(&self) -> &[TensorHash] {
+        &self.hashes
+    }
+
+    /// Queue, memory and cache counters.
+    #[must_use]
+    pub fn stats(&self) -> SchedulerStats {
+        self.scheduler.stats()
+    }
+
+    /// Requests whose sampling is still held: as many as are unfinished or not yet taken.
+    #[must_use]
+    pub fn n_open_requests(&self) -> usize {
+        self.sampling.len()
+    }
+
+    /// Refuses tokens the model does not have, and sequences longer than it can place.
+    pub(crate) fn check_request(&self, prompt: &[TokenId], max_new_tokens: usize) -> Result<(), EngineError> {
+        let ModelConfig { vocab_size, max_positions, .. } = self.weights.config;
+        if let Some(position) = prompt.iter().position(|token| token.index() >= vocab_size) {
+            return Err(
+                ModelError::TokenOutOfRange { token: prompt[position].0, position, vocab_size }.into()
+            );
+        }
+        let tokens = prompt.len() + max_new_tokens;
+        if tokens > max_positions {
+            return Err(EngineError::TooLong { tokens, max_positions });
+        }
+        Ok(())
+    }
+
+    /// Runs the model over the planned batch; logits of the wanted rows, whose index is in `logit_rows`.
+    fn forward(&mut self) -> Result<Rows, EngineError> {
+        let Self { scheduler, exec, weights, cache, config, record, replay, .. } = self;
+        let plan = scheduler.tick_plan();
+        let sequence = |chunk: &r3_scheduler::plan::Chunk| PagedSequence {
+            n_queries: chunk.n_tokens,
+            start: chunk.start,
+            blocks: scheduler.block_table(chunk.sequence),
+        };
+        let sequences: Vec<PagedSequence<'_>> = plan.chunks.iter().map(sequence).collect();
+        let mut attend = Paged {
+            cache,
+            block_tokens: config.block_tokens,
+            positions: &plan.positions,
+            slots: &plan.slots,
+            sequences: &sequences,
+        };
+        if let Some(record) = record {
+            record.start(plan.n_tokens());
+        }
+        let mut routing = match (replay, record) {
+            (Some(replay), _) => replay.routing(plan),
+            (None, Some(record)) => Routing::Record(record),
+            (None, None) => Routing::Free,
+        };
+        let hidden = forward(exec, weights, &plan.tokens, &mut attend, &mut routing)?;
+        wanted_rows(plan, &mut self.logit_rows);
+        let wanted = exec.select_rows(&hidden, self.logit_rows.iter().copied());
+        let logits = logits(exec, weights, &wanted)?;
+        exec.release(hidden);
+        exec.release(wanted);
+        Ok(logits)
+    }
+
+    /// Keeps the routes this forward took. They lie beside the keys and values that were computed under them.
+    fn record_routes(&mut self) {
+        if let Some(replay) = &mut self.replay {
+            replay.keep_live_routes();
+            self.scheduler.record(|row, out| replay.write_row(row, out));
+        } else if let Some(record) = &self.record {
+            self.scheduler.record(|row, out| record.write_row(row, out));
+        }
+    }
+
+    /// Hands the logprobs of prompt tokens to the requests that want them.
+    fn score_prompts(&mut self, logits: &Rows) {
+        let vocab_size = self.weights.config.vocab_size;
+        let chunks: Vec<_> = self.scheduler.tick_plan().chunks.clone();
+        for chunk in chunks.iter().filter(|chunk| chunk.wants == Logits::All) {
+            let sequence = self.scheduler.sequence(chunk.sequence);
+            let end = (chunk.start + chunk.n_tokens + 1).min(sequence.prompt_tokens);
+            let targets: Vec<u32> =
+                sequence.tokens[chunk.start + 1..end].iter().map(|token| token.0).collect();
+            let first = self.logit_row(chunk.first_row);
+            let values = &logits.values()[first * vocab_size..(first + targets.len()) * vocab_size];
+            let mut logprobs = vec![0.0; targets.len()];
+            chosen_logprobs(values, &targets, 1.0, &mut logprobs);
+            self.scheduler.record_prompt_logprobs(chunk.sequence, chunk.start, &logprobs);
+        }
+    }
+
+    /// Draws a token for every sample site of the plan.
+    fn sample(&mut self, logits: &Rows) {
+        let vocab_size = self.weights.config.vocab_size;
+        self.samples.clear();
+        for site in &self.scheduler.tick_plan().samples {
+            let sequence = self.scheduler.sequence(site.sequence);
+            let (sampling, seed) = self.sampling[&site.sequence];
+            let position = u32::try_from(sequence.position).expect("positions fit a u32");
+            let key = SampleKey { seed, group: sequence.group, index: sequence.index, position };
+            let row = self.logit_row(site.row);
+            let drawn =
+                self.sampler.draw(&logits.values()[row * vocab_size..(row + 1) * vocab_size], &sampling, key);
+            self.samples.push(Sample { sequence: site.sequence, token: drawn.token, logprob: drawn.logprob });
+        }
+    }
+
+    /// Index among the computed logits of row `row` of the plan.
+    fn logit_row(&self, row: usize) -> usize {
+        self.logit_rows.binary_search(&row).expect("rows with a use have logits")
+    }
+}
+
+/// Rows of `plan` that need logits, ascending.
+fn wanted_rows(plan: &TickPlan, rows: &mut Vec<usize>) {
+    rows.clear();
+    for chunk in &plan.chunks {
+        let end = chunk.first_row + chunk.n_tokens;
+        match chunk.wants {
+            Logits::None => {}
+            Logits::Last => rows.push(end - 1),
+            Logits::All => rows.extend(chunk.first_row..end),
+        }
+    }
+}

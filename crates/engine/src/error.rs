@@ -1,0 +1,48 @@
+//! Why the engine cannot be built, or refuses a request.
+
+use r3_core::routes::RouteError;
+use r3_model::error::ModelError;
+use r3_scheduler::error::SchedulerError;
+
+/// What went wrong in the engine.
+#[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the message of each variant says what its fields are")]
+pub enum EngineError {
+    #[error("the KV cache has {kv_bytes} bytes, but one block of {block_tokens} tokens needs {block_bytes}")]
+    NoBlock { kv_bytes: u64, block_bytes: u64, block_tokens: usize },
+    #[error("prompt and completion may take {tokens} tokens, but the model has {max_positions} positions")]
+    TooLong { tokens: usize, max_positions: usize },
+    #[error(
+        "the refit changed nothing: {differing} of {tensors} tensors differ from the trainer's, first `{first}`"
+    )]
+    Audit { tensors: usize, differing: usize, first: String },
+    #[error("a refit needs an idle engine, but {sequences} sequences are unfinished")]
+    Busy { sequences: usize },
+    #[error("routes to replay have {rows} rows, but {tokens} tokens are scored")]
+    ReplayRows { rows: usize, tokens: usize },
+    #[error("routes to replay break their contract")]
+    ReplayRoutes(#[source] RouteError),
+    #[error(transparent)]
+    Scheduler(#[from] SchedulerError),
+    #[error(transparent)]
+    Model(#[from] ModelError),
+}
+
+impl EngineError {
+    /// What the user can change.
+    #[must_use]
+    pub fn hint(&self) -> String {
+        match self {
+            Self::NoBlock { block_bytes, .. } => {
+                format!("set `engine.kv_memory` to at least {block_bytes} bytes, better a hundred times that")
+            }
+            Self::TooLong { .. } => "shorten the prompt or `rollout.max_new_tokens`".into(),
+            Self::Audit { .. } => "the old weights are still active; please report this".into(),
+            Self::Busy { .. } => "finish or abort the sequences first".into(),
+            Self::ReplayRoutes(_) => "check which model the routes are of".into(),
+            Self::ReplayRows { .. } => "`routed_experts` needs one row for each token but the last".into(),
+            Self::Scheduler(error) => error.hint(),
+            Self::Model(error) => error.hint(),
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! Loads trained weights into the engine: audited, whole or not at all, and followed by a flush.
+
+use r3_core::ids::PolicyVersion;
+use r3_kernels::gemm::Dtype;
+use r3_model::buffers::Buffers;
+use r3_model::config::ModelConfig;
+use r3_model::executor::Weights;
+use r3_model::source::{TensorHash, TensorSource, hash_tensors};
+
+use crate::engine::Engine;
+use crate::error::EngineError;
+
+/// What a refit did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RefitReport {
+    /// The version now served.
+    pub version: PolicyVersion,
+    /// The epoch that began.
+    pub epoch: u64,
+    /// Every tensor with its hash, equal on both sides.
+    pub hashes: Vec<TensorHash>,
+    /// Tensors whose hash is not what it was before.
+    pub changed: usize,
+}
+
+impl Engine {
+    /// Replaces all weights by those of `source`, then forgets KV, routes and prefix cache, which are the old ones'.
+    ///
+    /// The new weights are built beside the old ones and hashed on both sides first, so a refit that fails leaves
+    /// the old epoch whole.
+    ///
+    /// # Errors
+    /// If sequences hold KV, a tensor cannot be read or is not finite, or a hash differs.
+    pub fn refit(
+        &mut self,
+        source: &dyn TensorSource,
+        version: PolicyVersion,
+    ) -> Result<RefitReport, EngineError> {
+        let sequences = self.scheduler.n_running();
+        if sequences > 0 {
+            return Err(EngineError::Busy { sequences });
+        }
+        let (weights, hashes) = load(&mut self.exec, &self.weights.config, source, self.config.dtype)?;
+        let epoch = self.scheduler.epoch() + 1;
+        self.scheduler.flush(epoch)?;
+        let changed = hashes.iter().zip(&self.hashes).filter(|(new, old)| new != old).count();
+        self.weights = weights;
+        self.hashes.clone_from(&hashes);
+        self.version = version;
+        Ok(RefitReport { version, epoch, hashes, changed })
+    }
+}
+
+/// Builds resident weights and checks, tensor by tensor, that they are what `source` holds.
+pub(crate) fn load(
+    exec: &mut Buffers,
+    model: &ModelConfig,
+    source: &dyn TensorSource,
+    dtype: Dtype,
+) -> Result<(Weights<Buffers>, Vec<TensorHash>), EngineError> {
+    let weights = Weights::load(exec, model, source)?;
+    let resident = hash_tensors(model, &weights, dtype)?;
+    audit(&hash_tensors(model, source, dtype)?, &resident)?;
+    Ok((weights, resident))
+}
+
+fn audit(trained: &[TensorHash], resident: &[TensorHash]) -> Result<(), EngineError> {
+    let differing: Vec<_> =
+        trained.iter().zip(resident).filter(|(trained, resident)| trained != resident).collect();
+    match differing.first() {
+        None => Ok(()),
+        Some((first, _)) => Err(EngineError::Audit {
+            tensors: trained.len(),
+            differing: differing.len(),
+            first: first.name.clone(),
+        }),
+    }
+}

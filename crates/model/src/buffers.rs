@@ -1,0 +1,311 @@
+//! The engine's executor: packed weights, reused buffers, a paged KV cache, no candle.
+
+use r3_core::ids::TokenId;
+use r3_kernels::attention::{Heads, KvCache, PagedSequence, paged_attention};
+use r3_kernels::experts::{ExpertScratch, Experts, Routed, forward as run_experts};
+use r3_kernels::gemm::{Dtype, PackedMatrix, matmul};
+use r3_kernels::rms_norm::rms_norm;
+use r3_kernels::rope::{RopeTable, rope};
+use r3_kernels::router::{Choice, Routing, choose, gates};
+use r3_kernels::swiglu::silu_mul;
+
+use crate::config::ModelConfig;
+use crate::error::ModelError;
+use crate::executor::{BuildWeights, Constants, Executor, Layer, Mlp, Named, Weights};
+use crate::source::{TensorSource, stays_f32};
+
+/// Activations `[T, width]` in a buffer that goes back to its [`Buffers`] when released.
+#[derive(Debug)]
+pub struct Rows {
+    buffer: Vec<f32>,
+    len: usize,
+    width: usize,
+}
+
+impl Rows {
+    /// The values, row-major.
+    #[must_use]
+    pub fn values(&self) -> &[f32] {
+        &self.buffer[..self.len]
+    }
+
+    fn values_mut(&mut self) -> &mut [f32] {
+        &mut self.buffer[..self.len]
+    }
+
+    fn rows(&self) -> usize {
+        self.len / self.width
+    }
+}
+
+/// A packed projection and its bias.
+#[derive(Debug)]
+pub struct Projection {
+    matrix: PackedMatrix,
+    bias: Option<Vec<f32>>,
+}
+
+/// One layer's choice and gates, made by the router.
+#[derive(Debug)]
+pub struct RoutedRows {
+    choice: Choice,
+    gates: Vec<f32>,
+}
+
+/// Where the tokens of one forward stand and where their keys and values are kept.
+pub struct Paged<'a> {
+    /// Keys and values of every layer.
+    pub cache: &'a mut KvCache,
+    /// Slots of a block.
+    pub block_tokens: usize,
+    /// `[T]` position of each token in its sequence.
+    pub positions: &'a [u32],
+    /// `[T]` slot each token's key and value go to.
+    pub slots: &'a [u32],
+    /// The sequences, whose queries follow each other in the batch.
+    pub sequences: &'a [PagedSequence<'a>],
+}
+
+/// Runs the model on plain buffers. After the first forward of the largest batch it allocates nothing.
+#[derive(Debug)]
+pub struct Buffers {
+    free: Vec<Vec<f32>>,
+    choice: Choice,
+    gates: Vec<f32>,
+    scratch: ExpertScratch,
+    rope: RopeTable,
+    heads: Heads,
+    constants: Constants,
+    dtype: Dtype,
+}
+
+impl Buffers {
+    /// An executor for `config` whose projections are kept in `dtype`.
+    #[must_use]
+    pub fn new(config: &ModelConfig, dtype: Dtype) -> Self {
+        Self {
+            free: Vec::new(),
+            choice: Choice::empty(),
+            gates: Vec::new(),
+            scratch: ExpertScratch::default(),
+            rope: RopeTable::new(config.rope_theta, config.head_dim, config.max_positions),
+            heads: config.heads(),
+            constants: Constants { eps: config.rms_norm_eps, router: config.router() },
+            dtype,
+        }
+    }
+
+    /// Copies the rows `at` of `x` into an activation of their own.
+    pub fn select_rows(&mut self, x: &Rows, at: impl ExactSizeIterator<Item = usize>) -> Rows {
+        let width = x.width;
+        let mut out = self.take(at.len(), width);
+        for (row, index) in out.values_mut().chunks_exact_mut(width).zip(at) {
+            row.copy_from_slice(&x.values()[index * width..(index + 1) * width]);
+        }
+        out
+    }
+
+    fn take(&mut self, rows: usize, width: usize) -> Rows {
+        let len = rows * width;
+        let mut buffer = self.free.pop().unwrap_or_default();
+        if buffer.len() < len {
+            buffer.resize(len, 0.0);
+        }
+        Rows { buffer, len, width }
+    }
+}
+
+impl Executor for Buffers {
+    type Act = Rows;
+    type Matrix = Projection;
+    type Vector = Vec<f32>;
+    type Experts = Experts;
+    type Routed = RoutedRows;
+    type Attend<'a> = Paged<'a>;
+
+    fn embed(&mut self, table: &Projection, tokens: &[TokenId]) -> Result<Rows, ModelError> {
+        let (vocab_size, width) = (table.matrix.n(), table.matrix.k());
+        let mut out = self.take(tokens.len(), width);
+        for (position, (row, token)) in out.values_mut().chunks_exact_mut(width).zip(tokens).enumerate() {
+            if token.index() >= vocab_size {
+                return Err(ModelError::TokenOutOfRange { token: token.0, position, vocab_size });
+            }
+            table.matrix.unpack_row(token.index(), row);
+        }
+        Ok(out)
+    }
+
+    fn rms_norm(&mut self, x: &Rows, weight: &Vec<f32>) -> Result<Rows, ModelError> {
+        let mut out = self.take(x.rows(), x.width);
+        rms_norm(x.values(), weight, self.constants.eps, out.values_mut());
+        Ok(out)
+    }
+
+    fn linear(&mut self, x: &Rows, projection: &Projection) -> Result<Rows, ModelError> {
+        let mut out = self.take(x.rows(), projection.matrix.n());
+        matmul(x.values(), &projection.matrix, projection.bias.as_deref(), out.values_mut());
+        Ok(out)
+    }
+
+    fn norm_rope(&mut self, x: Rows, weight: &Vec<f32>, attend: &Paged<'_>) -> Result<Rows, ModelError> {
+        let mut out = self.take(x.rows(), x.width);
+        rms_norm(x.values(), weight, self.constants.eps, out.values_mut());
+        self.release(x);
+        rope(out.values_mut(), attend.positions, &self.rope);
+        Ok(out)
+    }
+
+    fn attend(&mut self, layer: usize, qkv: [Rows; 3], attend: &mut Paged<'_>) -> Result<Rows, ModelError> {
+        let [q, k, v] = qkv;
+        attend.cache.write(layer, attend.slots, k.values(), v.values());
+        self.release(k);
+        self.release(v);
+        let mut out = self.take(q.rows(), self.heads.n_heads * self.heads.head_dim);
+        paged_attention(
+            q.values(),
+            attend.cache,
+            (layer, attend.block_tokens),
+            attend.sequences,
+            out.values_mut(),
+        );
+        self.release(q);
+        Ok(out)
+    }
+
+    fn route(
+        &mut self,
+        scores: Rows,
+        layer: usize,
+        routing: &mut Routing<'_>,
+    ) -> Result<RoutedRows, ModelError> {
+        let mut routed = RoutedRows {
+            choice: std::mem::replace(&mut self.choice, Choice::empty()),
+            gates: std::mem::take(&mut self.gates),
+        };
+        choose(scores.values(), self.constants.router, layer, routing, &mut routed.choice);
+        routed.gates.resize(routed.choice.ids().len(), 0.0);
+        gates(scores.values(), self.constants.router, &routed.choice, &mut routed.gates);
+        self.release(scores);
+        Ok(routed)
+    }
+
+    fn experts(&mut self, x: &Rows, routed: RoutedRows, experts: &Experts) -> Result<Rows, ModelError> {
+        let mut out = self.take(x.rows(), x.width);
+        let view = Routed { choice: &routed.choice, gates: &routed.gates };
+        run_experts(x.values(), view, experts, &mut self.scratch, out.values_mut());
+        (self.choice, self.gates) = (routed.choice, routed.gates);
+        Ok(out)
+    }
+
+    fn silu_mul(&mut self, gate_up: Rows) -> Result<Rows, ModelError> {
+        let inter = gate_up.width / 2;
+        let mut out = self.take(gate_up.rows(), inter);
+        silu_mul(gate_up.values(), inter, out.values_mut());
+        self.release(gate_up);
+        Ok(out)
+    }
+
+    fn add(&mut self, mut x: Rows, y: Rows) -> Result<Rows, ModelError> {
+        for (x, y) in x.values_mut().iter_mut().zip(y.values()) {
+            *x += y;
+        }
+        self.release(y);
+        Ok(x)
+    }
+
+    fn release(&mut self, act: Rows) {
+        self.free.push(act.buffer);
+    }
+}
+
+impl BuildWeights for Buffers {
+    fn matrix(&mut self, weight: Named<'_>, bias: Option<Named<'_>>) -> Result<Projection, ModelError> {
+        let dtype = if stays_f32(weight.name) { Dtype::F32 } else { self.dtype };
+        let matrix = PackedMatrix::pack(weight.values, weight.shape[0], weight.shape[1], dtype);
+        Ok(Projection { matrix, bias: bias.map(|bias| bias.values.to_vec()) })
+    }
+
+    fn vector(&mut self, weight: Named<'_>) -> Result<Vec<f32>, ModelError> {
+        Ok(weight.values.to_vec())
+    }
+
+    fn expert_weights(&mut self, gate_up: Named<'_>, down: Named<'_>) -> Result<Experts, ModelError> {
+        let [n_experts, width, inter] = [down.shape[0], down.shape[1], down.shape[2]];
+        let dims = r3_kernels::experts::ExpertDims { n_experts, width, inter };
+        Ok(Experts::pack(gate_up.values, down.values, dims, self.dtype))
+    }
+}
+
+/// Reads the resident weights back: what a refit audit hashes on the engine's side.
+impl TensorSource for Weights<Buffers> {
+    fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
+        out.clear();
+        let projection = |projection: &Projection, out: &mut Vec<f32>| {
+            if name.ends_with(".bias") {
+                out.extend(projection.bias.iter().flatten());
+            } else {
+                unpack(&projection.matrix, out);
+            }
+        };
+        let no_such_tensor = || ModelError::NoSuchTensor { name: name.to_owned() };
+        match name {
+            "model.embed_tokens.weight" => projection(&self.embed, out),
+            "model.norm.weight" => out.extend(&self.norm),
+            "lm_head.weight" => projection(self.head.as_ref().ok_or_else(no_such_tensor)?, out),
+            _ => {
+                let rest = name.strip_prefix("model.layers.").ok_or_else(no_such_tensor)?;
+                let (layer, suffix) = rest.split_once('.').ok_or_else(no_such_tensor)?;
+                let layer = layer.parse::<usize>().ok().and_then(|layer| self.layers.get(layer));
+                match layer.ok_or_else(no_such_tensor)?.part(suffix).ok_or_else(no_such_tensor)? {
+                    Part::Vector(values) => out.extend(values),
+                    Part::Projection(part) => projection(part, out),
+                    Part::GateUp(experts) => {
+                        (0..experts.dims().n_experts).for_each(|e| unpack(experts.gate_up(e), out));
+                    }
+                    Part::Down(experts) => {
+                        (0..experts.dims().n_experts).for_each(|e| unpack(experts.down(e), out));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Appends the stored values of `matrix`, row-major.
+fn unpack(matrix: &PackedMatrix, out: &mut Vec<f32>) {
+    let first = out.len();
+    out.resize(first + matrix.n() * matrix.k(), 0.0);
+    for (row, values) in out[first..].chunks_exact_mut(matrix.k()).enumerate() {
+        matrix.unpack_row(row, values);
+    }
+}
+
+enum Part<'a> {
+    Vector(&'a [f32]),
+    Projection(&'a Projection),
+    GateUp(&'a Experts),
+    Down(&'a Experts),
+}
+
+impl Layer<Buffers> {
+    fn part(&self, suffix: &str) -> Option<Part<'_>> {
+        let stem = suffix.strip_suffix(".weight").or_else(|| suffix.strip_suffix(".bias")).unwrap_or(suffix);
+        Some(match (stem, &self.mlp) {
+            ("input_layernorm", _) => Part::Vector(&self.input_norm),
+            ("post_attention_layernorm", _) => Part::Vector(&self.post_norm),
+            ("self_attn.q_norm", _) => Part::Vector(&self.q_norm),
+            ("self_attn.k_norm", _) => Part::Vector(&self.k_norm),
+            ("self_attn.q_proj", _) => Part::Projection(&self.q),
+            ("self_attn.k_proj", _) => Part::Projection(&self.k),
+            ("self_attn.v_proj", _) => Part::Projection(&self.v),
+            ("self_attn.o_proj", _) => Part::Projection(&self.o),
+            ("mlp.gate", Mlp::Moe { router, .. }) => Part::Projection(router),
+            ("mlp.experts.gate_up_proj", Mlp::Moe { experts, .. }) => Part::GateUp(experts),
+            ("mlp.experts.down_proj", Mlp::Moe { experts, .. }) => Part::Down(experts),
+            ("mlp.gate_up_proj", Mlp::Dense { gate_up, .. }) => Part::Projection(gate_up),
+            ("mlp.down_proj", Mlp::Dense { down, .. }) => Part::Projection(down),
+            _ => return None,
+        })
+    }
+}

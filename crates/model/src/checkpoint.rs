@@ -1,0 +1,251 @@
+//! Reads the weights of a Hugging Face directory: one safetensors file or shards, bf16, f16 or f32, experts
+//! one by one or fused.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use half::{bf16, f16};
+use safetensors::tensor::{Dtype as StoredDtype, Metadata};
+use serde_json::Value;
+
+use crate::config::ModelConfig;
+use crate::error::ModelError;
+use crate::source::{TensorSource, canonical_tensors, check_finite};
+
+/// A directory whose tensors have been matched, by name and shape, with its `config.json`.
+///
+/// Values are read from disk on demand, so opening a large model costs its headers only.
+#[derive(Debug)]
+pub struct Checkpoint {
+    dir: PathBuf,
+    config: ModelConfig,
+    files: Vec<(PathBuf, File)>,
+    stored: HashMap<String, Stored>,
+    parts: BTreeMap<String, Vec<String>>,
+}
+
+/// Where a stored tensor lies.
+#[derive(Debug)]
+struct Stored {
+    file: usize,
+    dtype: StoredDtype,
+    shape: Vec<usize>,
+    offset: u64,
+    bytes: usize,
+}
+
+impl Checkpoint {
+    /// Opens `dir` and checks that it holds exactly the tensors its `config.json` implies.
+    ///
+    /// # Errors
+    /// The first file, key or tensor that is missing, truncated, misshapen, of a dtype r3 does not read, or surplus.
+    pub fn open(dir: &Path) -> Result<Self, ModelError> {
+        let config = ModelConfig::load(dir)?;
+        let mut checkpoint = Self {
+            dir: dir.to_path_buf(),
+            config,
+            files: Vec::new(),
+            stored: HashMap::new(),
+            parts: BTreeMap::new(),
+        };
+        for path in weight_files(dir)? {
+            checkpoint.index_file(path)?;
+        }
+        checkpoint.match_tensors()?;
+        Ok(checkpoint)
+    }
+
+    /// The model's shape.
+    #[must_use]
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Bytes of all weights on disk.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.stored.values().map(|stored| stored.bytes as u64).sum()
+    }
+
+    fn index_file(&mut self, path: PathBuf) -> Result<(), ModelError> {
+        let read = |source| ModelError::Read { path: path.clone(), source };
+        let broken = |reason: String| ModelError::Safetensors { path: path.clone(), reason };
+        let file = File::open(&path).map_err(read)?;
+        let file_bytes = file.metadata().map_err(read)?.len();
+        let mut prefix = [0; 8];
+        if file_bytes < 8 {
+            return Err(broken(format!("it is only {file_bytes} bytes long")));
+        }
+        file.read_exact_at(&mut prefix, 0).map_err(read)?;
+        let header_bytes = u64::from_le_bytes(prefix);
+        if header_bytes > file_bytes - 8 {
+            return Err(broken(format!("its header says {header_bytes} bytes, the file has {file_bytes}")));
+        }
+        let header_len = usize::try_from(header_bytes).map_err(|error| broken(error.to_string()))?;
+        let mut header = vec![0; header_len];
+        file.read_exact_at(&mut header, 8).map_err(read)?;
+        let metadata: Metadata = serde_json::from_slice(&header)
+            .map_err(|error| broken(format!("its header is not the JSON it should be ({error})")))?;
+        let data_bytes = metadata.tensors().values().map(|tensor| tensor.data_offsets.1).max().unwrap_or(0);
+        let needed = 8 + header_bytes + data_bytes as u64;
+        if needed != file_bytes {
+            return Err(broken(format!("its tensors need {needed} bytes, the file has {file_bytes}")));
+        }
+        let index = self.files.len();
+        for (name, tensor) in metadata.tensors() {
+            let (start, end) = tensor.data_offsets;
+            let stored = Stored {
+                file: index,
+                dtype: tensor.dtype,
+                shape: tensor.shape.clone(),
+                offset: 8 + header_bytes + start as u64,
+                bytes: end - start,
+            };
+            if self.stored.insert(name.clone(), stored).is_some() {
+                return Err(broken(format!("tensor `{name}` is in another shard as well")));
+            }
+        }
+        self.files.push((path, file));
+        Ok(())
+    }
+
+    /// Finds, for every canonical tensor, the stored tensors that make it up.
+    fn match_tensors(&mut self) -> Result<(), ModelError> {
+        let mut surplus: BTreeSet<&str> = self.stored.keys().map(String::as_str).collect();
+        let mut parts = BTreeMap::new();
+        for (name, shape) in canonical_tensors(&self.config) {
+            let pieces = pieces(&name, &shape, &self.config);
+            let pieces = if self.stored.contains_key(&name) { vec![(name.clone(), shape)] } else { pieces };
+            for (piece, needed) in &pieces {
+                let stored = self
+                    .stored
+                    .get(piece)
+                    .ok_or_else(|| ModelError::Missing { dir: self.dir.clone(), name: piece.clone() })?;
+                self.check_piece(piece, stored, needed)?;
+                surplus.remove(piece.as_str());
+            }
+            parts.insert(name, pieces.into_iter().map(|(piece, _)| piece).collect());
+        }
+        if self.config.tied_head && surplus.contains("lm_head.weight") {
+            self.check_tied_head()?;
+            surplus.remove("lm_head.weight");
+        }
+        if let Some(name) = surplus.first() {
+            return Err(ModelError::Surplus { dir: self.dir.clone(), name: (*name).to_owned() });
+        }
+        self.parts = parts;
+        Ok(())
+    }
+
+    fn check_piece(&self, name: &str, stored: &Stored, needed: &[usize]) -> Result<(), ModelError> {
+        if stored.shape != needed {
+            let (found, needed) = (stored.shape.clone(), needed.to_vec());
+            return Err(ModelError::Shape { dir: self.dir.clone(), name: name.to_owned(), found, needed });
+        }
+        if !matches!(stored.dtype, StoredDtype::BF16 | StoredDtype::F16 | StoredDtype::F32) {
+            let found = format!("{:?}", stored.dtype);
+            return Err(ModelError::Dtype { dir: self.dir.clone(), name: name.to_owned(), found });
+        }
+        Ok(())
+    }
+
+    /// A tied model may store its head all the same, but only as a copy of the embedding.
+    fn check_tied_head(&self) -> Result<(), ModelError> {
+        let (mut embedding, mut head) = (Vec::new(), Vec::new());
+        self.read_stored("model.embed_tokens.weight", &mut embedding)?;
+        self.read_stored("lm_head.weight", &mut head)?;
+        if embedding == head {
+            return Ok(());
+        }
+        Err(ModelError::Surplus { dir: self.dir.clone(), name: "lm_head.weight".to_owned() })
+    }
+
+    /// Appends the values of one stored tensor.
+    fn read_stored(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
+        let stored = &self.stored[name];
+        let (path, file) = &self.files[stored.file];
+        let mut bytes = vec![0; stored.bytes];
+        file.read_exact_at(&mut bytes, stored.offset)
+            .map_err(|source| ModelError::Read { path: path.clone(), source })?;
+        let first = out.len();
+        match stored.dtype {
+            StoredDtype::F32 => {
+                out.extend(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+            }
+            StoredDtype::BF16 => {
+                out.extend(bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()));
+            }
+            _ => out.extend(bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32())),
+        }
+        check_finite(name, &out[first..])
+    }
+}
+
+impl TensorSource for Checkpoint {
+    fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
+        let parts = self.parts.get(name).ok_or_else(|| ModelError::NoSuchTensor { name: name.to_owned() })?;
+        out.clear();
+        for part in parts {
+            self.read_stored(part, out)?;
+        }
+        Ok(())
+    }
+}
+
+/// The safetensors files of `dir`, each once.
+fn weight_files(dir: &Path) -> Result<Vec<PathBuf>, ModelError> {
+    let index_path = dir.join("model.safetensors.index.json");
+    if !index_path.exists() {
+        let single = dir.join("model.safetensors");
+        return if single.exists() {
+            Ok(vec![single])
+        } else {
+            Err(ModelError::NoWeights { dir: dir.to_path_buf() })
+        };
+    }
+    let text = fs::read_to_string(&index_path)
+        .map_err(|source| ModelError::Read { path: index_path.clone(), source })?;
+    let index: Value = serde_json::from_str(&text)
+        .map_err(|source| ModelError::Json { path: index_path.clone(), source })?;
+    let names: Option<BTreeSet<&str>> = index
+        .get("weight_map")
+        .and_then(Value::as_object)
+        .and_then(|map| map.values().map(Value::as_str).collect());
+    let is_plain = |name: &&str| Path::new(name).file_name().is_some_and(|file| file == *name);
+    match names {
+        Some(names) if names.iter().all(is_plain) => {
+            Ok(names.into_iter().map(|name| dir.join(name)).collect())
+        }
+        _ => Err(ModelError::Config {
+            path: index_path,
+            key: "weight_map",
+            found: "unusable".into(),
+            needed: "a map from tensor names to files of this directory".into(),
+        }),
+    }
+}
+
+/// The per-expert or per-projection tensors that a fused canonical tensor is concatenated from, with shapes.
+///
+/// Concatenated in this order their values are the canonical tensor; any other tensor is its own only piece.
+#[must_use]
+pub fn pieces(name: &str, shape: &[usize], config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
+    let (d, inter) = (config.hidden_size, config.moe_inter);
+    if let Some(mlp) = name.strip_suffix("experts.gate_up_proj") {
+        let expert = |e| {
+            ["gate_proj", "up_proj"].map(|part| (format!("{mlp}experts.{e}.{part}.weight"), vec![inter, d]))
+        };
+        (0..config.n_experts).flat_map(expert).collect()
+    } else if let Some(mlp) = name.strip_suffix("experts.down_proj") {
+        let expert = |e| (format!("{mlp}experts.{e}.down_proj.weight"), vec![d, inter]);
+        (0..config.n_experts).map(expert).collect()
+    } else if let Some(mlp) = name.strip_suffix("gate_up_proj.weight") {
+        ["gate_proj", "up_proj"]
+            .map(|part| (format!("{mlp}{part}.weight"), vec![config.dense_inter, d]))
+            .into()
+    } else {
+        vec![(name.to_owned(), shape.to_vec())]
+    }
+}

@@ -1,0 +1,177 @@
+//! Writes a Hugging Face directory that `transformers`, vLLM and SGLang load.
+
+use std::borrow::Cow;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use r3_kernels::gemm::Dtype;
+use safetensors::tensor::{Dtype as StoredDtype, View, serialize_to_file};
+use serde_json::{Value, json};
+
+use crate::checkpoint::pieces;
+use crate::config::ModelConfig;
+use crate::error::ModelError;
+use crate::source::{TensorSource, append_bytes, canonical_tensors};
+
+/// Largest weight file; what `save_pretrained` uses.
+const SHARD_BYTES: usize = 5_000_000_000;
+
+/// Files beside the weights that make a directory usable, copied when they exist.
+const COMPANIONS: [&str; 9] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+];
+
+/// Writes `config.json` and the weights of `source` as `dtype`, experts one by one, into the existing `dir`.
+///
+/// # Errors
+/// If a tensor cannot be read or a file cannot be written.
+pub fn write_weights(
+    dir: &Path,
+    config: &ModelConfig,
+    source: &dyn TensorSource,
+    dtype: Dtype,
+) -> Result<(), ModelError> {
+    write_config(dir, config, dtype)?;
+    let reader = PieceReader { source, last: RefCell::new((String::new(), Vec::new())) };
+    let mut shards: Vec<Vec<(String, Piece<'_>)>> = vec![Vec::new()];
+    let mut shard_bytes = 0;
+    for (name, shape) in canonical_tensors(config) {
+        let mut first = 0;
+        for (piece_name, piece_shape) in pieces(&name, &shape, config) {
+            let len: usize = piece_shape.iter().product();
+            let piece = Piece { reader: &reader, name: name.clone(), first, shape: piece_shape, dtype };
+            first += len;
+            if shard_bytes > 0 && shard_bytes + piece.data_len() > SHARD_BYTES {
+                shards.push(Vec::new());
+                shard_bytes = 0;
+            }
+            shard_bytes += piece.data_len();
+            shards.last_mut().expect("there is always a shard").push((piece_name, piece));
+        }
+    }
+    // Pieces are written in the file's own order, so a tensor that cannot be read must be found before.
+    let mut values = Vec::new();
+    for (name, _) in canonical_tensors(config) {
+        source.read(&name, &mut values)?;
+    }
+    write_shards(dir, shards)
+}
+
+/// Copies tokenizer and generation files from `from` to `to`, where they exist.
+///
+/// # Errors
+/// If a file exists but cannot be copied.
+pub fn copy_companions(from: &Path, to: &Path) -> Result<(), ModelError> {
+    for name in COMPANIONS {
+        let (source, target) = (from.join(name), to.join(name));
+        if source.exists() {
+            fs::copy(&source, &target)
+                .map_err(|source| ModelError::Write { path: target.clone(), source })?;
+        }
+    }
+    Ok(())
+}
+
+fn write_config(dir: &Path, config: &ModelConfig, dtype: Dtype) -> Result<(), ModelError> {
+    let mut raw = config.raw.clone();
+    raw.remove("torch_dtype");
+    let name = match dtype {
+        Dtype::F32 => "float32",
+        Dtype::Bf16 => "bfloat16",
+    };
+    raw.insert("dtype".to_owned(), Value::from(name));
+    write_json(&dir.join("config.json"), &Value::Object(raw))
+}
+
+fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
+    fs::write(path, format!("{value:#}\n"))
+        .map_err(|source| ModelError::Write { path: path.to_path_buf(), source })
+}
+
+fn write_shards(dir: &Path, shards: Vec<Vec<(String, Piece<'_>)>>) -> Result<(), ModelError> {
+    let n_shards = shards.len();
+    let mut weight_map = BTreeMap::new();
+    let mut total_bytes = 0;
+    for (index, shard) in shards.into_iter().enumerate() {
+        let file = match n_shards {
+            1 => "model.safetensors".to_owned(),
+            _ => format!("model-{:05}-of-{n_shards:05}.safetensors", index + 1),
+        };
+        for (name, piece) in &shard {
+            weight_map.insert(name.clone(), file.clone());
+            total_bytes += piece.data_len();
+        }
+        let path = dir.join(&file);
+        let metadata = [("format".to_owned(), "pt".to_owned())].into();
+        serialize_to_file(shard, Some(metadata), &path).map_err(|error| ModelError::Write {
+            path: path.clone(),
+            source: match error {
+                safetensors::SafeTensorError::IoError(source) => source,
+                other => std::io::Error::other(other),
+            },
+        })?;
+    }
+    if n_shards > 1 {
+        let index = json!({ "metadata": { "total_size": total_bytes }, "weight_map": weight_map });
+        write_json(&dir.join("model.safetensors.index.json"), &index)?;
+    }
+    Ok(())
+}
+
+/// Keeps the last fused tensor, so that its pieces are cut from one read.
+struct PieceReader<'a> {
+    source: &'a dyn TensorSource,
+    last: RefCell<(String, Vec<f32>)>,
+}
+
+/// A tensor of the written file: `shape` values of canonical tensor `name` from element `first` on.
+struct Piece<'a> {
+    reader: &'a PieceReader<'a>,
+    name: String,
+    first: usize,
+    shape: Vec<usize>,
+    dtype: Dtype,
+}
+
+impl View for Piece<'_> {
+    fn dtype(&self) -> StoredDtype {
+        match self.dtype {
+            Dtype::F32 => StoredDtype::F32,
+            Dtype::Bf16 => StoredDtype::BF16,
+        }
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        let mut last = self.reader.last.borrow_mut();
+        if last.0 != self.name {
+            self.reader.source.read(&self.name, &mut last.1).expect("every tensor was read once before");
+            last.0.clone_from(&self.name);
+        }
+        let len: usize = self.shape.iter().product();
+        let mut bytes = Vec::with_capacity(self.data_len());
+        append_bytes(&last.1[self.first..self.first + len], self.dtype, &mut bytes);
+        Cow::Owned(bytes)
+    }
+
+    fn data_len(&self) -> usize {
+        let value_bytes = match self.dtype {
+            Dtype::F32 => 4,
+            Dtype::Bf16 => 2,
+        };
+        self.shape.iter().product::<usize>() * value_bytes
+    }
+}

@@ -1,0 +1,81 @@
+//! The transformer, written once.
+
+use r3_core::ids::TokenId;
+use r3_kernels::router::Routing;
+
+use crate::error::ModelError;
+use crate::executor::{Executor, Layer, Mlp, Weights};
+
+/// Runs the decoder over packed `tokens` `[T]` and returns the final-norm hidden states `[T, D]`.
+///
+/// `attend` says which tokens see which; `routing` says who chooses the experts. Both are arguments, so the
+/// rollout's recorded forward and the trainer's replayed one are this same function (Qwen3, arXiv 2505.09388;
+/// R3, arXiv 2510.11370).
+///
+/// # Errors
+/// If the executor fails.
+pub fn forward<E: Executor>(
+    exec: &mut E,
+    weights: &Weights<E>,
+    tokens: &[TokenId],
+    attend: &mut E::Attend<'_>,
+    routing: &mut Routing<'_>,
+) -> Result<E::Act, ModelError> {
+    let mut x = exec.embed(&weights.embed, tokens)?;
+    let mut moe_layer = 0;
+    for (index, layer) in weights.layers.iter().enumerate() {
+        let h = exec.rms_norm(&x, &layer.input_norm)?;
+        let mixed = attention(exec, (index, layer), h, attend)?;
+        x = exec.add(x, mixed)?;
+        let h = exec.rms_norm(&x, &layer.post_norm)?;
+        let y = match &layer.mlp {
+            Mlp::Moe { router, experts } => {
+                let scores = exec.linear(&h, router)?;
+                let routed = exec.route(scores, moe_layer, routing)?;
+                moe_layer += 1;
+                exec.experts(&h, routed, experts)?
+            }
+            Mlp::Dense { gate_up, down } => {
+                let gate_up = exec.linear(&h, gate_up)?;
+                let inner = exec.silu_mul(gate_up)?;
+                let y = exec.linear(&inner, down)?;
+                exec.release(inner);
+                y
+            }
+        };
+        exec.release(h);
+        x = exec.add(x, y)?;
+    }
+    let hidden = exec.rms_norm(&x, &weights.norm)?;
+    exec.release(x);
+    Ok(hidden)
+}
+
+/// Logits `[T, V]` of hidden states `[T, D]`.
+///
+/// # Errors
+/// If the executor fails.
+pub fn logits<E: Executor>(
+    exec: &mut E,
+    weights: &Weights<E>,
+    hidden: &E::Act,
+) -> Result<E::Act, ModelError> {
+    exec.linear(hidden, weights.head.as_ref().unwrap_or(&weights.embed))
+}
+
+/// Attention with per-head query and key norms, output projection included.
+fn attention<E: Executor>(
+    exec: &mut E,
+    (index, layer): (usize, &Layer<E>),
+    h: E::Act,
+    attend: &mut E::Attend<'_>,
+) -> Result<E::Act, ModelError> {
+    let (q, k, v) = (exec.linear(&h, &layer.q)?, exec.linear(&h, &layer.k)?, exec.linear(&h, &layer.v)?);
+    exec.release(h);
+    let q = exec.norm_rope(q, &layer.q_norm, attend)?;
+    let k = exec.norm_rope(k, &layer.k_norm, attend)?;
+    let mixed = exec.attend(index, [q, k, v], attend)?;
+    let out = exec.linear(&mixed, &layer.o)?;
+    exec.release(mixed);
+    Ok(out)
+}
