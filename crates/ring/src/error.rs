@@ -85,29 +85,30 @@ impl RingError {
             Self::NoRoom { available_bytes, .. } => {
                 format!("set `ring.bytes` below {available_bytes}, or free memory")
             }
-            Self::System { .. } => "check that the kernel has memfd_create (Linux 3.17) and that /proc is mounted, \
-                 and look at the limits of this process (`ulimit -a`)"
-                .into(),
-            Self::NotARing { .. } | Self::Capacity { .. } | Self::Unsealed | Self::Corrupt { .. } => {
-                "start writer and reader from the same build, and pass the file descriptor of `Ring::create_shared`"
+            Self::System { .. } => {
+                "a ring needs memfd_create (Linux 3.17) and /proc; look at this process's limits \
+                (`ulimit -a`)"
                     .into()
             }
+            Self::NotARing { .. } | Self::Capacity { .. } | Self::Unsealed | Self::Corrupt { .. } => {
+                "start writer and reader from the same build, on the file of `Ring::create_shared`".into()
+            }
             Self::FormatVersion { .. } => "start writer and reader from the same build".into(),
-            Self::Taken { side, .. } => format!("a ring has one {side}: make another ring for another {side}"),
+            Self::Taken { side, .. } => format!("a ring has one {side}: make a new ring for the next"),
             Self::FrameTooLarge { frame_bytes, .. } => {
                 format!("set `ring.bytes` to at least {}", frame_bytes.saturating_mul(2))
             }
             Self::Timeout { wait: Wait::Frame, .. } => {
-                "the rollout worker is slow or stuck: raise the deadline, or generate fewer tokens per rollout".into()
+                "the rollout worker is slow or stuck: raise the deadline, or generate fewer tokens".into()
             }
             Self::Timeout { wait: Wait::Space { .. }, .. } => {
-                "the trainer is slow or holds too many frames: raise the deadline, or `ring.bytes` to the frames of \
-                 two steps"
+                "the trainer is slow, or holds too many frames: raise \
+                the deadline, or set `ring.bytes` to the frames of two steps"
                     .into()
             }
             Self::WriterDied { .. } => "look at the rollout worker's last lines, then resume the run".into(),
             Self::ReaderDied { .. } => "look at the trainer's last lines, then resume the run".into(),
-            Self::Closed { .. } => "the other end has finished: nothing more will come through this ring".into(),
+            Self::Closed { .. } => "the other end has finished: nothing more comes through this ring".into(),
         }
     }
 }
@@ -195,14 +196,16 @@ impl FrameError {
                 "start writer and reader from the same build".into()
             }
             Self::Length { .. } | Self::Misaligned | Self::Checksum { .. } => {
-                "the bytes were damaged on their way: check the memory of this machine, or the file they came from".into()
+                "the bytes were damaged on their way: check this machine's memory, or their file".into()
             }
             Self::Sample { fault: SampleFault::Reward { .. }, .. } => {
                 "a reward is a finite number: look at the reward function".into()
             }
-            Self::Sample { .. } => "the engine that made this rollout broke the contract: check that it captures \
-                 routes for every token and layer of this model, or set `router_replay: { mode: off }`"
-                .into(),
+            Self::Sample { .. } => {
+                "the engine broke the contract: check that it captures routes for every token \
+                and layer of this model, or set `router_replay: { mode: off }`"
+                    .into()
+            }
         }
     }
 }

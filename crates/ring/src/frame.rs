@@ -5,8 +5,9 @@
 //!        | routes [rows, L, K] | validity bitmap [rows]
 //! ```
 //!
-//! Little-endian; every section starts on eight bytes. [`Frame::decode`] takes nothing on trust, so a frame may as
-//! well come from a file: it refuses whatever is damaged or contradicts itself, and names what it refuses.
+//! Little-endian; every section starts on eight bytes. [`Frame::decode`] takes nothing on trust, so a frame
+//! may as well come from a file: it refuses whatever is damaged or contradicts itself, and names what it
+//! refuses.
 
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::rollout::{FinishReason, Reward, RolloutView};
@@ -40,8 +41,9 @@ pub fn frame_bytes(rollout: &RolloutView<'_>) -> usize {
     Layout::new(counts(rollout)).expect("a rollout in memory fits the address space").total_bytes
 }
 
-/// An upper bound on [`frame_bytes`] for any rollout of at most `max_tokens` tokens: what one frame may need of a
-/// ring, to be checked before a run starts. `dims` is the shape of its route rows, `None` if replay is off.
+/// An upper bound on [`frame_bytes`] for any rollout of at most `max_tokens` tokens: what one frame may need
+/// of a ring, to be checked before a run starts. `dims` is the shape of its route rows, `None` if replay is
+/// off.
 #[must_use]
 pub fn max_frame_bytes(max_tokens: usize, dims: Option<RouteDims>) -> usize {
     let routes = dims.map(|dims| (max_tokens, dims));
@@ -52,9 +54,9 @@ pub fn max_frame_bytes(max_tokens: usize, dims: Option<RouteDims>) -> usize {
 /// Writes the frame of `rollout` into `out`, every byte of it.
 ///
 /// # Panics
-/// If `out` is not [`frame_bytes`] long, or the parts of rollout and meta do not fit each other: lengths that are not
-/// `[T]`, `[N]`, `[L]`, a mask that is not 0 or 1, a score that is not finite. The engine and the worker made them, so
-/// that is a bug. What the routes say is for [`Frame::decode`] to check.
+/// If `out` is not [`frame_bytes`] long, or the parts of rollout and meta do not fit each other: lengths that
+/// are not `[T]`, `[N]`, `[L]`, a mask that is not 0 or 1, a score that is not finite. The engine and the
+/// worker made them, so that is a bug. What the routes say is for [`Frame::decode`] to check.
 pub fn encode(rollout: &RolloutView<'_>, meta: &FrameMeta<'_>, out: &mut [u8]) {
     let layout = Layout::new(counts(rollout)).expect("a rollout in memory fits the address space");
     assert_eq!(out.len(), layout.total_bytes, "a frame is written whole");
@@ -157,9 +159,10 @@ pub struct Frame<'a> {
 impl<'a> Frame<'a> {
     /// Checks `bytes` and reads them as a frame, in place. Never panics, whatever the bytes.
     ///
-    /// Checked are magic, format version, length, checksum, token digest, every count and dimension, that logprobs are
-    /// finite and the mask is 0 or 1, and the route contract: one row per token that was fed (`T - 1`, or `T` if
-    /// nothing was sampled), each of them written, ids in range and distinct ([`RouteView::check`]).
+    /// Checked are magic, format version, length, checksum, token digest, every count and dimension, that
+    /// logprobs are finite and the mask is 0 or 1, and the route contract: one row per token that was fed (`T
+    /// - 1`, or `T` if nothing was sampled), each of them written, ids in range and distinct
+    /// ([`RouteView::check`]).
     ///
     /// # Errors
     /// The first violation, with the sample, layer and position it is about.

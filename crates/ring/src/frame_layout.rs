@@ -18,8 +18,8 @@ pub(crate) const SECTION_ALIGN: usize = 8;
 
 const _: () = assert!(HEADER_BYTES.is_multiple_of(SECTION_ALIGN) && cfg!(target_endian = "little"));
 
-/// The fixed part of a frame, little-endian. Without routes, `rows`, `n_layers`, `top_k`, `n_experts` and `id_bytes`
-/// are 0.
+/// The fixed part of a frame, little-endian. Without routes, `rows`, `n_layers`, `top_k`, `n_experts` and
+/// `id_bytes` are 0.
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub(crate) struct Header {

@@ -1,12 +1,14 @@
-//! The ring: rollouts cross from worker to trainer as frames in shared memory, written once and read in place.
+//! The ring: rollouts cross from worker to trainer as frames in shared memory, written once and read in
+//! place.
 //!
-//! One writer, one reader, variable-size records. The two ends may be threads or processes: it is the same code.
-//! A full ring means wait, never drop; every wait has a deadline; a peer that dies or goes away is an error, and a
-//! writer killed at any instruction leaves only whole frames. [`frame`] puts a rollout into a record and checks
-//! everything on the way out. This crate must never know what a frame is worth: no groups, no batches, no clocks
-//! beyond its deadlines, no model.
+//! One writer, one reader, variable-size records. The two ends may be threads or processes: it is the same
+//! code. A full ring means wait, never drop; every wait has a deadline; a peer that dies or goes away is an
+//! error, and a writer killed at any instruction leaves only whole frames. [`frame`] puts a rollout into a
+//! record and checks everything on the way out. This crate must never know what a frame is worth: no groups,
+//! no batches, no clocks beyond its deadlines, no model.
 //!
-//! Start with [`ring::Ring`], then the protocol both ends share (`protocol.rs`), then [`writer`] and [`reader`].
+//! Start with [`ring::Ring`], then the protocol both ends share (`protocol.rs`), then [`writer`] and
+//! [`reader`].
 //!
 //! ```
 //! # fn main() -> Result<(), r3_ring::error::RingError> {

@@ -44,7 +44,8 @@ impl Memory {
         &self.header
     }
 
-    /// As the mapped memory's, but loom fails the model if another thread's access is not ordered with this one.
+    /// As the mapped memory's, but loom fails the model if another thread's access is not ordered with this
+    /// one.
     pub(crate) fn span(&self, offset: usize, n_bytes: usize, access: Access) -> NonNull<[u8]> {
         let cells = &self.bytes[offset..offset + n_bytes];
         let line_bytes = RECORD_ALIGN as usize;

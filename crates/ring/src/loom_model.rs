@@ -1,5 +1,5 @@
-//! The protocol under loom: the code of writer, reader and `protocol.rs` itself, in every order the memory model
-//! allows, and a broken control for each ordering it relies on.
+//! The protocol under loom: the code of writer, reader and `protocol.rs` itself, in every order the memory
+//! model allows, and a broken control for each ordering it relies on.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p r3-ring --release --lib loom_model`
 
@@ -14,8 +14,8 @@ const FOR_EVER: Duration = Duration::MAX;
 const LINE_BYTES: usize = 64;
 const SOUND: Orders = Orders { weakened: None };
 
-/// Three frames of two lines through a ring of three lines: every frame after the first waits for room and finds a
-/// wrap marker before it, and the last thing the reader sees is the close.
+/// Three frames of two lines through a ring of three lines: every frame after the first waits for room and
+/// finds a wrap marker before it, and the last thing the reader sees is the close.
 fn frames_arrive_whole_and_in_order(orders: Orders) {
     let (mut writer, mut reader) = Ring::create_with(3 * LINE_BYTES, orders).unwrap();
     let worker = loom::thread::spawn(move || {

@@ -41,7 +41,8 @@ pub(crate) struct Memory {
     file: OwnedFd,
 }
 
-// SAFETY: the mapping belongs to no thread; the header is atomics, and the bytes are only handed out as pointers.
+// SAFETY: the mapping belongs to no thread; the header is atomics, and the bytes are only handed out as
+// pointers.
 unsafe impl Send for Memory {}
 // SAFETY: as above: `&Memory` gives atomics and pointers only.
 unsafe impl Sync for Memory {}
@@ -124,19 +125,21 @@ impl Memory {
     }
 
     pub(crate) fn header(&self) -> &Header {
-        // SAFETY: the header fits the first mapped page, which is page-aligned and stays mapped as long as `self`;
-        // it is made of atomics, valid for every bit pattern and for writes by others.
+        // SAFETY: the header fits the first mapped page, which is page-aligned and stays mapped as long as
+        // `self`; it is made of atomics, valid for every bit pattern and for writes by others.
         unsafe { self.base.cast::<Header>().as_ref() }
     }
 
-    /// The `n_bytes` bytes from `offset` on, as a pointer: whether they may be touched is the protocol's business.
+    /// The `n_bytes` bytes from `offset` on, as a pointer: whether they may be touched is the protocol's
+    /// business.
     ///
     /// # Panics
     /// If they do not lie within the ring.
     pub(crate) fn span(&self, offset: usize, n_bytes: usize, _access: Access) -> NonNull<[u8]> {
         let end = offset.checked_add(n_bytes).expect("a span fits the address space");
         assert!(end <= self.capacity, "bytes {offset}..{end} of a ring of {}", self.capacity);
-        // SAFETY: `PAGE_BYTES + capacity` bytes are mapped from `base`, and `offset <= capacity` was just checked.
+        // SAFETY: `PAGE_BYTES + capacity` bytes are mapped from `base`, and `offset <= capacity` was just
+        // checked.
         let start = unsafe { self.base.add(PAGE_BYTES + offset) };
         NonNull::slice_from_raw_parts(start, n_bytes)
     }

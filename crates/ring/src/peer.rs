@@ -35,7 +35,8 @@ impl Peer {
         (self.0 & ((1 << PID_BITS) - 1)) as u32
     }
 
-    /// Whether the process is gone, or a zombie, whose memory is as gone. Both ends must see the same `/proc`.
+    /// Whether the process is gone, or a zombie, whose memory is as gone. Both ends must see the same
+    /// `/proc`.
     pub(crate) fn is_dead(self) -> bool {
         let Ok(stat) = fs::read_to_string(format!("/proc/{}/stat", self.pid())) else { return true };
         match parse_stat(&stat) {
@@ -45,8 +46,8 @@ impl Peer {
     }
 }
 
-/// State and start time in ticks, fields 3 and 22 of `/proc/PID/stat`. Field 2, the program's name, may hold spaces
-/// and parentheses, so fields are counted from its last parenthesis.
+/// State and start time in ticks, fields 3 and 22 of `/proc/PID/stat`. Field 2, the program's name, may hold
+/// spaces and parentheses, so fields are counted from its last parenthesis.
 fn parse_stat(stat: &str) -> Option<(char, u64)> {
     let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
     let state = fields.next()?.chars().next()?;

@@ -1,12 +1,13 @@
 //! What writer and reader share, and how they speak: two positions, two sleepers, two owners.
 //!
-//! A position counts bytes since the stream began and never wraps; byte `p` of the stream lies at `p % capacity`.
-//! Committed and unreleased bytes are `tail..head`, so `head - tail <= capacity` always. Only the writer moves
-//! `head` and only the reader moves `tail`. Records are multiples of [`RECORD_ALIGN`], which leaves the low bit of
-//! a position to say that its owner has closed: closing is one more publication, and cannot overtake a frame.
+//! A position counts bytes since the stream began and never wraps; byte `p` of the stream lies at `p %
+//! capacity`. Committed and unreleased bytes are `tail..head`, so `head - tail <= capacity` always. Only the
+//! writer moves `head` and only the reader moves `tail`. Records are multiples of [`RECORD_ALIGN`], which
+//! leaves the low bit of a position to say that its owner has closed: closing is one more publication, and
+//! cannot overtake a frame.
 //!
-//! Nobody sleeps through news: a waiter says so, fences, looks again, sleeps; a publisher stores, fences, looks
-//! for a waiter. One of the two must see the other.
+//! Nobody sleeps through news: a waiter says so, fences, looks again, sleeps; a publisher stores, fences,
+//! looks for a waiter. One of the two must see the other.
 
 use std::hint;
 use std::sync::atomic::Ordering::Relaxed;
@@ -147,20 +148,23 @@ impl Shared {
     /// Moves `head`: the reader may now read every byte before it.
     pub(crate) fn publish_head(&self, head: Position) {
         let word = &self.end(Side::Writer).position.0;
-        word.store(head.to_word(), self.orders.of(Edge::HeadPublish)); // Pairs with the load in `observe_head`.
+        // Pairs with the load in `observe_head`.
+        word.store(head.to_word(), self.orders.of(Edge::HeadPublish));
         self.wake(Side::Reader);
     }
 
     /// How far the writer has come.
     pub(crate) fn observe_head(&self) -> Position {
         let word = &self.end(Side::Writer).position.0;
-        Position::from_word(word.load(self.orders.of(Edge::HeadObserve))) // Pairs with the store in `publish_head`.
+        // Pairs with the store in `publish_head`.
+        Position::from_word(word.load(self.orders.of(Edge::HeadObserve)))
     }
 
     /// Moves `tail`: the writer may now overwrite every byte before it.
     pub(crate) fn publish_tail(&self, tail: Position) {
         let word = &self.end(Side::Reader).position.0;
-        word.store(tail.to_word(), self.orders.of(Edge::TailPublish)); // Pairs with the load in `observe_tail`.
+        // Pairs with the load in `observe_tail`.
+        word.store(tail.to_word(), self.orders.of(Edge::TailPublish));
         self.wake(Side::Writer);
     }
 
@@ -181,7 +185,8 @@ impl Shared {
     /// How far the reader has released.
     pub(crate) fn observe_tail(&self) -> Position {
         let word = &self.end(Side::Reader).position.0;
-        Position::from_word(word.load(self.orders.of(Edge::TailObserve))) // Pairs with the store in `publish_tail`.
+        // Pairs with the store in `publish_tail`.
+        Position::from_word(word.load(self.orders.of(Edge::TailObserve)))
     }
 
     /// Waits until `check` finds something or fails, for as long as `deadline` leaves.
@@ -226,8 +231,8 @@ impl Shared {
         let waiting = &self.end(sleeper).waiting.0;
         fence(self.orders.of(Edge::WakeFence)); // Pairs with the fence in `wait`.
         if waiting.word.load(Relaxed) != 0 {
-            // Pairs with the store in `wait`, by way of the two fences. Cleared before the wake-up: a sleeper that
-            // has not yet fallen asleep then finds the word changed, and one that has is woken.
+            // Pairs with the store in `wait`, by way of the two fences. Cleared before the wake-up: a sleeper
+            // that has not yet fallen asleep then finds the word changed, and one that has is woken.
             waiting.word.store(0, Relaxed);
             waiting.wake();
         }
@@ -266,8 +271,10 @@ fn waiter(wait: Wait) -> Side {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
+    use std::cell::Cell;
+
     use super::*;
 
     #[test]
@@ -282,5 +289,30 @@ mod tests {
         let end = Position { bytes: 192, closed: true };
         assert_eq!(Position::from_word(end.to_word()), end);
         assert_eq!(Position::from_word(192), Position { bytes: 192, closed: false });
+    }
+
+    #[test]
+    fn what_a_dead_writer_published_last_still_counts() {
+        let me = Peer::this_process().unwrap();
+        let shared = Shared { memory: Memory::allocate(1).unwrap(), me, orders: Orders::default() };
+        let dead = Peer::from_bits(u64::MAX);
+        shared.end(Side::Writer).peer.0.store(dead.bits(), Relaxed);
+        let looks = Cell::new(0);
+        let found_at = |nth| {
+            looks.set(0);
+            shared.wait(Wait::Frame, Deadline::after(Duration::ZERO), || {
+                looks.set(looks.get() + 1);
+                Ok((looks.get() == nth).then_some(nth))
+            })
+        };
+        // The spins, the look before falling asleep, and the one after the writer was found dead.
+        let last = SPINS + 2;
+        for nth in [1, SPINS, SPINS + 1, last] {
+            assert_eq!(found_at(nth).unwrap(), nth);
+        }
+        assert!(matches!(found_at(last + 1), Err(RingError::WriterDied { .. })));
+        assert_eq!(looks.get(), last);
+        let waiting = &shared.end(Side::Reader).waiting.0;
+        assert_eq!(waiting.word.load(Relaxed), 0, "whoever stops waiting says so");
     }
 }

@@ -16,8 +16,10 @@ pub struct FrameId(u64);
 
 /// The only reader of a ring. Dropping it closes the ring to the writer.
 ///
-/// The bytes of a frame stay as they are until it is released. Frames are released in any order; their room is
-/// given back to the writer in the order of the stream, so one old frame kept keeps all later room.
+/// The bytes of a frame stay as they are until it is released. Frames are released in any order; their room
+/// is given back to the writer in the order of the stream, so one old frame kept keeps all later room. Who
+/// waits for one more frame while holding all that fits waits in vain: size the ring for the frames held at
+/// once, and one more.
 pub struct Reader {
     shared: Arc<Shared>,
     /// The next record to read starts here.
@@ -53,9 +55,9 @@ impl Reader {
     /// Moves on to the next frame, waiting at most `deadline` for the writer to commit one. Releases nothing.
     ///
     /// # Errors
-    /// Only when every committed frame has been read: [`RingError::Timeout`], [`RingError::Closed`] if the writer
-    /// has finished, [`RingError::WriterDied`] if it did not get to. [`RingError::Corrupt`] if what lies in the ring
-    /// was not written by a [`Writer`](crate::writer::Writer).
+    /// Only when every committed frame has been read: [`RingError::Timeout`], [`RingError::Closed`] if the
+    /// writer has finished, [`RingError::WriterDied`] if it did not get to. [`RingError::Corrupt`] if what
+    /// lies in the ring was not written by a [`Writer`](crate::writer::Writer).
     pub fn next(&mut self, deadline: Duration) -> Result<FrameId, RingError> {
         let deadline = Deadline::after(deadline);
         loop {
@@ -75,19 +77,19 @@ impl Reader {
     /// The frame's bytes, in place, starting on a cache line.
     ///
     /// # Panics
-    /// If `id` was released, or came from another ring.
+    /// If this reader does not hold `id`: it was released before.
     #[must_use]
     pub fn bytes(&self, id: FrameId) -> &[u8] {
         let span = self.span(id);
-        // SAFETY: the frame is committed and its writer done; it is not released, so the tail is not past it and the
-        // writer stays away. `release` takes `&mut self`, so the slice is gone by then.
+        // SAFETY: the frame is committed and its writer done; it is not released, so the tail is not past it
+        // and the writer stays away. `release` takes `&mut self`, so the slice is gone by then.
         unsafe { span.as_ref() }
     }
 
     /// Gives a frame back; its room is the writer's once every older frame is released too.
     ///
     /// # Panics
-    /// If `id` was released before, or came from another ring.
+    /// If this reader does not hold `id`: it was released before.
     pub fn release(&mut self, id: FrameId) {
         let _ = self.span(id); // The last moment at which the caller may have read.
         let idx = self.idx(id);
@@ -130,7 +132,8 @@ impl Reader {
         })
     }
 
-    /// What lies at the cursor, which is before `head`. The lengths come from another process: they are checked.
+    /// What lies at the cursor, which is before `head`. The lengths come from another process: they are
+    /// checked.
     fn record_before(&self, head: u64) -> Result<Record, RingError> {
         let (capacity, position) = (self.shared.capacity(), self.cursor);
         let corrupt = |what, value| RingError::Corrupt { what, value, position };
@@ -155,8 +158,8 @@ impl Reader {
         }
     }
 
-    /// Moves over a wrap marker. Its room goes back with the newest frame, or at once if none is held: the writer
-    /// may need it for the very next record.
+    /// Moves over a wrap marker. Its room goes back with the newest frame, or at once if none is held: the
+    /// writer may need it for the very next record.
     fn skip(&mut self, bytes: u64) {
         self.cursor += bytes;
         match self.held.back_mut() {

@@ -14,17 +14,18 @@ use crate::writer::Writer;
 
 /// A ring of bytes in shared memory, to be given a writer and a reader once each.
 ///
-/// In one process [`Ring::create`] is all there is to it. Across processes one side calls [`Ring::create_shared`],
-/// lets the other side have the file (by inheritance, over a Unix socket or as `/proc/PID/fd/N`), and each claims its
-/// end. Both must be the same build of r3 and see the same `/proc`. The memory goes away with the last of them,
-/// however they end; nothing is left behind.
+/// In one process [`Ring::create`] is all there is to it. Across processes one side calls
+/// [`Ring::create_shared`], lets the other side have the file (by inheritance, over a Unix socket or as
+/// `/proc/PID/fd/N`), and each claims its end. Both must be the same build of r3 and see the same `/proc`.
+/// The memory goes away with the last of them, however they end; nothing is left behind.
 #[derive(Clone)]
 pub struct Ring {
     shared: Arc<Shared>,
 }
 
 impl Ring {
-    /// Both ends of a new ring of at least `bytes` bytes (rounded up to whole pages), for threads of one process.
+    /// Both ends of a new ring of at least `bytes` bytes (rounded up to whole pages), for threads of one
+    /// process.
     ///
     /// All of it is allocated here and now, so that no later write can fail.
     ///
@@ -54,7 +55,8 @@ impl Ring {
     /// The ring in `file`, which [`Ring::create_shared`] made here or in another process.
     ///
     /// # Errors
-    /// If `file` is not such a ring: wrong magic, format version or capacity, or not sealed against shrinking.
+    /// If `file` is not such a ring: wrong magic, format version or capacity, or not sealed against
+    /// shrinking.
     #[cfg(not(loom))]
     pub fn open(file: OwnedFd) -> Result<Self, RingError> {
         Self::over(Memory::open(file)?, Orders::default())

@@ -1,7 +1,7 @@
 //! The atomics of the protocol: the standard library's, or loom's when the protocol is model-checked.
 //!
-//! Every memory ordering the protocol relies on is one [`Edge`], so the model can weaken each in turn and show
-//! that it is needed.
+//! Every memory ordering the protocol relies on is one [`Edge`], so the model can weaken each in turn and
+//! show that it is needed.
 
 use std::sync::atomic::Ordering;
 
@@ -93,7 +93,8 @@ mod os_futex {
     }
 
     impl Futex {
-        /// Sleeps while the word is `expected`; wakes early without a reason now and then. False after `limit`.
+        /// Sleeps while the word is `expected`; wakes early without a reason now and then. False after
+        /// `limit`.
         pub(crate) fn wait(&self, expected: u32, limit: Duration) -> bool {
             let limit = futex::Timespec {
                 tv_sec: i64::try_from(limit.as_secs()).unwrap_or(i64::MAX),

@@ -25,8 +25,8 @@ impl Writer {
     ///
     /// # Errors
     /// [`RingError::FrameTooLarge`] at once if no empty ring could hold it; [`RingError::Timeout`],
-    /// [`RingError::ReaderDied`] or [`RingError::Closed`] if nobody makes room. The ring is as before, and another
-    /// attempt may follow.
+    /// [`RingError::ReaderDied`] or [`RingError::Closed`] if nobody makes room. The ring is as before, and
+    /// another attempt may follow.
     pub fn reserve(&mut self, n_bytes: usize, deadline: Duration) -> Result<Reservation<'_>, RingError> {
         let capacity = self.shared.capacity();
         let Some(record_bytes) = record_bytes(n_bytes).filter(|bytes| *bytes <= capacity) else {
@@ -36,8 +36,8 @@ impl Writer {
         let deadline = Deadline::after(deadline);
         let until_end = capacity - self.head % capacity;
         if record_bytes > until_end {
-            // The marker is published by itself. Were it part of the record, a record of more than half the ring
-            // could need more room than there is, and wait for ever.
+            // The marker is published by itself. Were it part of the record, a record of more than half the
+            // ring could need more room than there is, and wait for ever.
             self.wait_for_space(until_end, deadline)?;
             self.write_length(WRAP);
             self.advance(until_end);
@@ -78,8 +78,8 @@ impl Writer {
     fn write_length(&mut self, length: u64) {
         let mut word =
             self.shared.memory.span(self.shared.offset(self.head), size_of::<u64>(), Access::Write);
-        // SAFETY: `wait_for_space` saw the reader done with the line at `head`, and the reader does not look there
-        // before the next `advance`; `&mut self` makes this the only access on our side.
+        // SAFETY: `wait_for_space` saw the reader done with the line at `head`, and the reader does not look
+        // there before the next `advance`; `&mut self` makes this the only access on our side.
         unsafe { word.as_mut() }.copy_from_slice(&length.to_ne_bytes());
     }
 
@@ -102,8 +102,8 @@ impl fmt::Debug for Writer {
     }
 }
 
-/// Room for one record: plain bytes, left over from earlier records. Dropped without [`Reservation::commit`], it
-/// never was.
+/// Room for one record: plain bytes, left over from earlier records. Dropped without [`Reservation::commit`],
+/// it never was.
 #[must_use = "a reservation that is not committed publishes nothing"]
 #[derive(Debug)]
 pub struct Reservation<'a> {
@@ -130,8 +130,8 @@ impl Deref for Reservation<'_> {
 
     fn deref(&self) -> &[u8] {
         let span = self.span(Access::Read);
-        // SAFETY: the record was reserved, so the reader is done with these bytes and does not look at them before
-        // `commit`, which takes `self`; mapped memory is always initialised.
+        // SAFETY: the record was reserved, so the reader is done with these bytes and does not look at them
+        // before `commit`, which takes `self`; mapped memory is always initialised.
         unsafe { span.as_ref() }
     }
 }

@@ -126,7 +126,8 @@ proptest! {
         let bound = max_frame_bytes(n_tokens, shape.routes);
         prop_assert!(actual <= bound);
         // What the bound adds is the prompt's share of versions, logprobs and mask, and padding.
-        prop_assert!(bound - actual <= 13 * shape.prompt_tokens + shape.routes.map_or(0, RouteDims::row_bytes) + 7 * 8);
+        let row_bytes = shape.routes.map_or(0, RouteDims::row_bytes);
+        prop_assert!(bound - actual <= 13 * shape.prompt_tokens + row_bytes + 7 * 8);
     }
 
     #[test]

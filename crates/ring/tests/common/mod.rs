@@ -86,7 +86,8 @@ fn route_rows(dims: RouteDims, rows: usize, random: &mut Random) -> RouteRows {
     for row in 0..rows {
         let mut ids = Vec::with_capacity(dims.row_ids());
         for _ in 0..dims.n_layers {
-            // Distinct and unsorted; the first row is not expert 0, which everywhere would mean "not captured".
+            // Distinct and unsorted; the first row is not expert 0, which everywhere would mean "not
+            // captured".
             let first =
                 if row == 0 { dims.n_experts - 1 } else { random.below(dims.n_experts as u64) as usize };
             ids.extend((0..dims.top_k).map(|k| ((first + k) % dims.n_experts) as u16));
