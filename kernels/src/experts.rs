@@ -3,11 +3,11 @@
 //! Tokens are sorted by expert, each expert runs two packed products over its rows, and every token adds up its
 //! `K` results *in router order*, weighted by its gates. A token's result depends on that token alone, to the bit.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{Result, Tensor};
 
-use crate::gemm::{Dtype, PackedMatrix, Rows, multiply, round_rows};
+use crate::gemm::{Dtype, PackedMatrix, Rows, multiply_in, round_rows};
 use crate::parallel::{self, Disjoint};
 use crate::router::Choice;
 use crate::swiglu::silu_mul_rows;
@@ -122,17 +122,9 @@ pub struct Routed<'a> {
 #[derive(Debug, Default)]
 pub struct ExpertScratch {
     dispatch: Dispatch,
-    /// `[T K, D]`: tokens sorted by expert, for f32 experts.
-    x: Vec<f32>,
-    /// `[T K, D/2]`: the same rounded, for bf16 experts.
-    x_rounded: Vec<u32>,
-    /// `[T K, 2 I]`.
-    gate_up: Vec<f32>,
-    /// `[T K, I]`.
-    act: Vec<f32>,
-    /// `[T K, I/2]`.
-    act_rounded: Vec<u32>,
-    /// `[T K, D]`.
+    /// One per thread, behind a lock that is never waited for.
+    workers: Vec<Mutex<Worker>>,
+    /// `[T K, D]`: answers, sorted by expert.
     out: Vec<f32>,
 }
 
@@ -155,82 +147,23 @@ pub fn forward(x: &[f32], routed: Routed<'_>, experts: &Experts, scratch: &mut E
     }
     assert_eq!(choice.n_experts(), n_experts, "the choice is among these experts");
 
-    scratch.dispatch.fill(choice);
-    let is_bf16 = experts.dtype() == Dtype::Bf16;
-    let (f32_pairs, bf16_pairs) = if is_bf16 { (0, n_pairs) } else { (n_pairs, 0) };
-    let buffers = Buffers {
-        x: grown(&mut scratch.x, f32_pairs * width),
-        x_rounded: grown(&mut scratch.x_rounded, bf16_pairs * width.div_ceil(2)),
-        gate_up: grown(&mut scratch.gate_up, n_pairs * 2 * inter),
-        act: grown(&mut scratch.act, n_pairs * inter),
-        act_rounded: grown(&mut scratch.act_rounded, bf16_pairs * inter.div_ceil(2)),
-        out: grown(&mut scratch.out, n_pairs * width),
-    };
-    let dispatch = &scratch.dispatch;
-    let segments = dispatch.segments();
-    parallel::for_each(segments.len(), n_pairs * 3 * inter * width, |i| {
-        buffers.run(&segments[i], x, dispatch, experts);
+    scratch.fit(choice, experts);
+    let ExpertScratch { dispatch, workers, out } = scratch;
+    let (segments, parts) = (dispatch.segments(), Disjoint::new(&mut out[..n_pairs * width]));
+    // Either segments run side by side, each on one thread, or, if they are too few for that, one after the other
+    // with their products spread over the threads.
+    let is_worth_it = parallel::task_count(n_pairs * 3 * inter * width) > 1;
+    let side_by_side = is_worth_it && segments.len() >= workers.len();
+    parallel::spread(segments.len(), side_by_side, |i| {
+        let segment = &segments[i];
+        // SAFETY: segments share no row, and each is visited once.
+        let out = unsafe { parts.part(segment.rows.start * width..segment.rows.end * width) };
+        let worker = &workers[rayon::current_thread_index().unwrap_or(0)];
+        let mut worker = worker.lock().unwrap_or_else(PoisonError::into_inner);
+        dispatch.gather(x, width, segment.rows.clone(), &mut worker.rows[..segment.rows.len() * width]);
+        worker.run(experts, segment, side_by_side, out);
     });
-    dispatch.combine(&scratch.out[..n_pairs * width], Some(gates), width, y);
-}
-
-/// The first `len` elements of `buffer`, which grows if it must, to be shared by tasks.
-fn grown<T: Copy + Default>(buffer: &mut Vec<T>, len: usize) -> Disjoint<'_, T> {
-    if buffer.len() < len {
-        buffer.resize(len, T::default());
-    }
-    Disjoint::new(&mut buffer[..len])
-}
-
-/// The scratch as tasks share it: a segment touches its own rows of each buffer.
-struct Buffers<'a> {
-    x: Disjoint<'a, f32>,
-    x_rounded: Disjoint<'a, u32>,
-    gate_up: Disjoint<'a, f32>,
-    act: Disjoint<'a, f32>,
-    act_rounded: Disjoint<'a, u32>,
-    out: Disjoint<'a, f32>,
-}
-
-impl Buffers<'_> {
-    /// Runs one expert over the tokens of `segment`, leaving its answers in `out`.
-    fn run(&self, segment: &Segment, x: &[f32], dispatch: &Dispatch, experts: &Experts) {
-        let ExpertDims { width, inter, .. } = experts.dims;
-        let span = |width: usize| segment.rows.start * width..segment.rows.end * width;
-        let (gate_up_w, down_w) = (experts.gate_up(segment.expert), experts.down(segment.expert));
-
-        // SAFETY: here and below: segments share no row, `run` is called once for each, and it takes one part of
-        // each buffer.
-        let gate_up = unsafe { self.gate_up.part(span(2 * inter)) };
-        // SAFETY: as above.
-        let act = unsafe { self.act.part(span(inter)) };
-        // SAFETY: as above.
-        let out = unsafe { self.out.part(span(width)) };
-        match experts.dtype() {
-            Dtype::F32 => {
-                // SAFETY: as above.
-                let rows = unsafe { self.x.part(span(width)) };
-                dispatch.gather(x, width, segment.rows.clone(), rows);
-                multiply(Rows::F32(rows), gate_up_w, None, gate_up);
-                silu_mul_rows(gate_up, inter, act);
-                multiply(Rows::F32(act), down_w, None, out);
-            }
-            Dtype::Bf16 => {
-                // SAFETY: as above.
-                let rows = unsafe { self.x_rounded.part(span(width.div_ceil(2))) };
-                // SAFETY: as above.
-                let act_rounded = unsafe { self.act_rounded.part(span(inter.div_ceil(2))) };
-                let tokens = dispatch.tokens(segment.rows.clone());
-                for (row, &token) in rows.chunks_exact_mut(width.div_ceil(2)).zip(tokens) {
-                    round_rows(&x[token as usize * width..][..width], width, row);
-                }
-                multiply(Rows::Bf16(rows), gate_up_w, None, gate_up);
-                silu_mul_rows(gate_up, inter, act);
-                round_rows(act, inter, act_rounded);
-                multiply(Rows::Bf16(act_rounded), down_w, None, out);
-            }
-        }
-    }
+    dispatch.combine(&out[..n_pairs * width], Some(gates), width, y);
 }
 
 /// [`forward`] in f32 for tensors, differentiable in all four: `x` `[T, D]`, `gates` `[T, K]`, and the weights
@@ -248,6 +181,67 @@ pub fn experts_op(
     choice: Arc<Choice>,
 ) -> Result<Tensor> {
     op::apply(x, gates, weights, &choice)
+}
+
+/// What one thread needs for one segment.
+#[derive(Debug, Default)]
+struct Worker {
+    /// Operands of a product, `[rows, D]`, then `[rows, I]`.
+    rows: Vec<f32>,
+    /// The same rounded, in pairs, for bf16 experts.
+    rounded: Vec<u32>,
+    /// `[rows, 2 I]`.
+    hidden: Vec<f32>,
+}
+
+impl ExpertScratch {
+    /// Sorts `choice` and makes room for it.
+    fn fit(&mut self, choice: &Choice, experts: &Experts) {
+        let ExpertDims { width, inter, .. } = experts.dims;
+        self.dispatch.fill(choice);
+        grow(&mut self.out, choice.ids().len() * width);
+        self.workers.resize_with(rayon::current_num_threads().max(self.workers.len()), Mutex::default);
+        let n_rows = self.dispatch.segments().iter().map(|segment| segment.rows.len()).max().unwrap_or(0);
+        for worker in &mut self.workers {
+            let worker = worker.get_mut().unwrap_or_else(PoisonError::into_inner);
+            grow(&mut worker.rows, n_rows * width.max(inter));
+            grow(&mut worker.hidden, n_rows * 2 * inter);
+            if experts.dtype() == Dtype::Bf16 {
+                grow(&mut worker.rounded, n_rows * width.max(inter).div_ceil(2));
+            }
+        }
+    }
+}
+
+fn grow<T: Copy + Default>(buffer: &mut Vec<T>, len: usize) {
+    if buffer.len() < len {
+        buffer.resize(len, T::default());
+    }
+}
+
+impl Worker {
+    /// Runs the expert of `segment` over its tokens, which lie in `rows`; the answers go to `out` `[rows, D]`. With
+    /// `inline` nothing leaves this thread.
+    fn run(&mut self, experts: &Experts, segment: &Segment, inline: bool, out: &mut [f32]) {
+        let (n_rows, inter) = (segment.rows.len(), experts.dims.inter);
+        let mut product = |x: &[f32], w: &PackedMatrix, y: &mut [f32]| {
+            let n_tasks = if inline { 1 } else { parallel::task_count(y.len() * w.k()) };
+            let rows = match w.dtype() {
+                Dtype::F32 => Rows::F32(x),
+                Dtype::Bf16 => {
+                    let rounded = &mut self.rounded[..n_rows * w.k().div_ceil(2)];
+                    round_rows(x, w.k(), rounded);
+                    Rows::Bf16(rounded)
+                }
+            };
+            multiply_in(n_tasks, rows, w, None, y);
+        };
+        let hidden = &mut self.hidden[..n_rows * 2 * inter];
+        product(&self.rows[..n_rows * experts.dims.width], experts.gate_up(segment.expert), hidden);
+        let act = &mut self.rows[..n_rows * inter];
+        silu_mul_rows(hidden, inter, act);
+        product(act, experts.down(segment.expert), out);
+    }
 }
 
 #[cfg(test)]

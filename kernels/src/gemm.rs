@@ -169,6 +169,7 @@ pub fn matmul(x: &[f32], w: &PackedMatrix, bias: Option<&[f32]>, y: &mut [f32]) 
         Dtype::Bf16 => {
             let mut rounded = ROUNDED.with_borrow_mut(Vec::pop).unwrap_or_default();
             let (k, depth) = (w.k, w.k.div_ceil(2));
+            assert!(x.len().is_multiple_of(k), "rows of x have {k} elements");
             rounded.resize(x.len() / k * depth, 0);
             parallel::for_rows(&mut rounded, depth, k, |first, rounded| {
                 round_rows(&x[first * k..][..rounded.len() / depth * k], k, rounded);
@@ -198,23 +199,34 @@ pub(crate) fn round_rows(x: &[f32], k: usize, rounded: &mut [u32]) {
 /// # Panics
 /// If shapes or dtypes do not fit.
 pub(crate) fn multiply(x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, y: &mut [f32]) {
+    let n_tasks = parallel::task_count(y.len() * w.k);
+    multiply_in(n_tasks, x, w, bias, y);
+}
+
+/// [`multiply`] in about `n_tasks` tasks; one stays on the calling thread.
+pub(crate) fn multiply_in(
+    n_tasks: usize,
+    x: Rows<'_>,
+    w: &PackedMatrix,
+    bias: Option<&[f32]>,
+    y: &mut [f32],
+) {
     let n = w.n;
     assert!(bias.is_none_or(|bias| bias.len() == n), "a bias has {n} elements");
     assert!(y.len().is_multiple_of(n), "rows of the product have {n} elements");
     let n_rows = y.len() / n;
-    let work = y.len() * w.k;
-    let grid = Grid::new(n_rows, n.div_ceil(LANES), parallel::task_count(work));
+    let grid = Grid::new(n_rows, n.div_ceil(LANES), n_tasks);
     let y = Disjoint::new(y);
     match (x, &w.panels) {
         (Rows::F32(x), Panels::F32(lines)) => {
             let job = Job { x, lines, depth: w.k, n, bias, y };
             job.check(n_rows);
-            parallel::for_each(grid.len(), work, |i| kernel::run_f32(&job, &grid.tile(i)));
+            grid.for_each(n_tasks > 1, |tile| kernel::run_f32(&job, tile));
         }
         (Rows::Bf16(x), Panels::Bf16(lines)) => {
             let job = Job { x, lines, depth: w.k.div_ceil(2), n, bias, y };
             job.check(n_rows);
-            parallel::for_each(grid.len(), work, |i| kernel::run_bf16(&job, &grid.tile(i)));
+            grid.for_each(n_tasks > 1, |tile| kernel::run_bf16(&job, tile));
         }
         _ => panic!("activations must be in the dtype of the weights"),
     }
@@ -252,8 +264,8 @@ impl Grid {
     /// are at multiples of what a register tile holds.
     fn new(n_rows: usize, n_panels: usize, n_tasks: usize) -> Self {
         let row_runs = n_rows.div_ceil(Self::MAX_ROWS).max(1);
-        let tile_panels =
-            n_panels.div_ceil(n_tasks.div_ceil(row_runs)).next_multiple_of(kernel::TILE_PANELS).min(n_panels);
+        let strip = kernel::strip_panels(n_rows);
+        let tile_panels = n_panels.div_ceil(n_tasks.div_ceil(row_runs)).next_multiple_of(strip).min(n_panels);
         let row_runs = n_tasks.div_ceil(n_panels.div_ceil(tile_panels)).max(row_runs);
         let tile_rows = n_rows.div_ceil(row_runs).next_multiple_of(kernel::TILE_ROWS);
         Self { n_rows, n_panels, tile_rows, tile_panels }
@@ -261,6 +273,10 @@ impl Grid {
 
     fn len(&self) -> usize {
         self.n_rows.div_ceil(self.tile_rows.max(1)) * self.n_panels.div_ceil(self.tile_panels)
+    }
+
+    fn for_each(&self, in_parallel: bool, body: impl Fn(&Tile) + Sync + Send) {
+        parallel::spread(self.len(), in_parallel, |index| body(&self.tile(index)));
     }
 
     fn tile(&self, index: usize) -> Tile {

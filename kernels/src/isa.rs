@@ -134,7 +134,7 @@ pub(crate) use multiversion;
 pub(crate) struct Baseline;
 
 /// True where the baseline itself has FMA, so that `f32::mul_add` is one instruction.
-const BASELINE_FMA: bool = cfg!(any(target_arch = "aarch64", target_feature = "fma"));
+pub(crate) const BASELINE_FMA: bool = cfg!(any(target_arch = "aarch64", target_feature = "fma"));
 
 impl Isa for Baseline {
     type Lanes = [f32; 16];

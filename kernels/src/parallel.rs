@@ -28,10 +28,15 @@ pub(crate) fn task_count(work: usize) -> usize {
 
 /// Calls `body(task)` for every task, in parallel if `work` (multiply-adds of all of them) is worth it.
 pub(crate) fn for_each(n_tasks: usize, work: usize, body: impl Fn(usize) + Sync + Send) {
-    if n_tasks <= 1 || task_count(work) == 1 {
-        (0..n_tasks).for_each(body);
-    } else {
+    spread(n_tasks, task_count(work) > 1, body);
+}
+
+/// Calls `body(task)` for every task, over the threads if `in_parallel`, else in order on this one.
+pub(crate) fn spread(n_tasks: usize, in_parallel: bool, body: impl Fn(usize) + Sync + Send) {
+    if in_parallel && n_tasks > 1 {
         (0..n_tasks).into_par_iter().with_max_len(1).for_each(body);
+    } else {
+        (0..n_tasks).for_each(body);
     }
 }
 
@@ -126,7 +131,7 @@ mod tests {
         let mut values = vec![0; 64];
         let parts = Disjoint::new(&mut values);
         in_pool(2, || {
-            for_each(64, usize::MAX, |task| {
+            spread(64, true, |task| {
                 // SAFETY: each task takes its own element.
                 let part = unsafe { parts.part(task..task + 1) };
                 part[0] = task;

@@ -221,6 +221,8 @@ fn bits_do_not_depend_on_threads() {
         let experts = layer.packed(dtype);
         let run = || bits(&layer.forward(&experts, &mut ExpertScratch::default()));
         assert_eq!(in_pool(1, run), in_pool(2, run));
+        // More threads than segments: products are spread, not experts.
+        assert_eq!(in_pool(1, run), in_pool(9, run));
     }
     let gradients = || layer.gradients(Layer::op).map(|gradient| bits(&gradient));
     assert_eq!(in_pool(1, gradients), in_pool(2, gradients));

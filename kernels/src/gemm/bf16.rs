@@ -13,7 +13,7 @@ fn round(x: f32) -> u32 {
 
 /// Two elements as one word.
 #[inline(always)]
-pub(super) fn pair(low: f32, high: f32) -> u32 {
+fn pair(low: f32, high: f32) -> u32 {
     round(low) | (round(high) << 16)
 }
 
@@ -29,7 +29,7 @@ multiversion! {
 }
 
 #[inline(always)]
-fn round_rows_body<I: Isa>(x: &[f32], k: usize, rounded: &mut [u32]) {
+pub(super) fn round_rows_body<I: Isa>(x: &[f32], k: usize, rounded: &mut [u32]) {
     for (row, rounded) in x.chunks_exact(k).zip(rounded.chunks_exact_mut(k.div_ceil(2))) {
         let (pairs, rest) = row.as_chunks::<2>();
         for (word, &[low, high]) in rounded.iter_mut().zip(pairs) {

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::bf16;
 use crate::isa::{Isa, Lanes, multiversion};
 use crate::parallel::Disjoint;
 
@@ -10,7 +11,11 @@ pub(super) const LANES: usize = 16;
 /// Rows of the largest register tile.
 pub(super) const TILE_ROWS: usize = 8;
 /// Panels of the largest register tile.
-pub(super) const TILE_PANELS: usize = 3;
+const TILE_PANELS: usize = 3;
+/// Rows that make too few chains to hide the latency of an addition; they take [`MANY_PANELS`] at once instead.
+const FEW_ROWS: usize = 2;
+/// Panels of a register tile of one row.
+const MANY_PANELS: usize = 8;
 
 /// The 16 words of a panel at one depth, aligned so that no load straddles two cache lines.
 #[derive(Clone, Copy, Debug, Default)]
@@ -43,6 +48,7 @@ impl<W> Job<'_, W> {
 }
 
 /// The part of a product that one task computes.
+#[derive(Clone)]
 pub(super) struct Tile {
     pub(super) rows: Range<usize>,
     pub(super) panels: Range<usize>,
@@ -70,7 +76,7 @@ multiversion! {
 }
 
 #[inline(always)]
-fn run_f32_body<I: Isa>(job: &Job<'_, f32>, tile: &Tile) {
+pub(super) fn run_f32_body<I: Isa>(job: &Job<'_, f32>, tile: &Tile) {
     run::<F32<I>>(job, tile);
 }
 
@@ -90,63 +96,61 @@ multiversion! {
 }
 
 #[inline(always)]
-fn run_widened_body<I: Isa>(job: &Job<'_, u32>, tile: &Tile) {
+pub(super) fn run_widened_body<I: Isa>(job: &Job<'_, u32>, tile: &Tile) {
     run::<Widened<I>>(job, tile);
+}
+
+/// Panels that tiles of `n_rows` rows take at once: how products are best cut.
+pub(super) fn strip_panels(n_rows: usize) -> usize {
+    if n_rows <= FEW_ROWS { MANY_PANELS } else { TILE_PANELS }
 }
 
 /// Panels outside, rows inside: a strip of panels stays in the second-level cache while all rows pass by.
 #[inline(always)]
 fn run<D: Dot>(job: &Job<'_, D::Word>, tile: &Tile) {
-    let mut panel = tile.panels.start;
-    if !D::WIDE {
-        while panel < tile.panels.end {
-            strip_narrow::<D>(job, tile.rows.clone(), panel);
-            panel += 1;
-        }
-        return;
-    }
-    if tile.rows.len() <= 2 {
-        // One or two rows are too few chains to hide the latency of an addition: take more panels at once.
-        while panel + 8 <= tile.panels.end {
-            tile.rows.clone().for_each(|row| register_tile::<D, 1, 8>(job, row, panel));
-            panel += 8;
+    let Tile { rows, panels } = tile.clone();
+    let mut panel = panels.start;
+    if rows.len() <= FEW_ROWS && D::WIDE {
+        while panel + MANY_PANELS <= panels.end {
+            rows.clone().for_each(|row| register_tile::<D, 1, MANY_PANELS>(job, row, panel));
+            panel += MANY_PANELS;
         }
     }
-    while panel < tile.panels.end {
+    while panel < panels.end {
         // 4 = 2 + 2: a strip of one panel would leave the multipliers waiting for activations.
-        panel += match tile.panels.end - panel {
-            1 => strip::<D, 1>(job, tile.rows.clone(), panel),
-            2 | 4 => strip::<D, 2>(job, tile.rows.clone(), panel),
-            _ => strip::<D, 3>(job, tile.rows.clone(), panel),
+        panel += match panels.end - panel {
+            _ if !D::WIDE => narrow_strip::<D>(job, rows.clone(), panel),
+            1 => strip::<D, 1>(job, rows.clone(), panel),
+            2 | 4 => strip::<D, 2>(job, rows.clone(), panel),
+            _ => strip::<D, TILE_PANELS>(job, rows.clone(), panel),
         };
     }
 }
 
-/// All rows of `PANELS` panels, 8, 4, 2 and 1 at a time.
+/// All rows of `PANELS` panels, 8 at a time, then the rest at once.
 #[inline(always)]
 fn strip<D: Dot, const PANELS: usize>(job: &Job<'_, D::Word>, rows: Range<usize>, panel: usize) -> usize {
     let mut row = rows.start;
-    while row + 8 <= rows.end {
-        register_tile::<D, 8, PANELS>(job, row, panel);
-        row += 8;
+    while row + TILE_ROWS <= rows.end {
+        register_tile::<D, TILE_ROWS, PANELS>(job, row, panel);
+        row += TILE_ROWS;
     }
-    if row + 4 <= rows.end {
-        register_tile::<D, 4, PANELS>(job, row, panel);
-        row += 4;
-    }
-    if row + 2 <= rows.end {
-        register_tile::<D, 2, PANELS>(job, row, panel);
-        row += 2;
-    }
-    if row < rows.end {
-        register_tile::<D, 1, PANELS>(job, row, panel);
+    match rows.end - row {
+        0 => {}
+        1 => register_tile::<D, 1, PANELS>(job, row, panel),
+        2 => register_tile::<D, 2, PANELS>(job, row, panel),
+        3 => register_tile::<D, 3, PANELS>(job, row, panel),
+        4 => register_tile::<D, 4, PANELS>(job, row, panel),
+        5 => register_tile::<D, 5, PANELS>(job, row, panel),
+        6 => register_tile::<D, 6, PANELS>(job, row, panel),
+        _ => register_tile::<D, 7, PANELS>(job, row, panel),
     }
     PANELS
 }
 
-/// All rows of one panel, 4 at a time: what 16 vector registers of 8 lanes or 32 of 4 hold.
+/// All rows of one panel, 4 at a time: what 16 vector registers of 8 lanes hold.
 #[inline(always)]
-fn strip_narrow<D: Dot>(job: &Job<'_, D::Word>, rows: Range<usize>, panel: usize) {
+fn narrow_strip<D: Dot>(job: &Job<'_, D::Word>, rows: Range<usize>, panel: usize) -> usize {
     let mut row = rows.start;
     while row + 4 <= rows.end {
         register_tile::<D, 4, 1>(job, row, panel);
@@ -156,6 +160,7 @@ fn strip_narrow<D: Dot>(job: &Job<'_, D::Word>, rows: Range<usize>, panel: usize
         register_tile::<D, 1, 1>(job, row, panel);
         row += 1;
     }
+    1
 }
 
 /// `ROWS` by `PANELS` sums in registers, each one chain over the depth.
@@ -260,7 +265,7 @@ impl<I: Isa> Dot for Widened<I> {
 
     #[inline(always)]
     fn activation(word: u32) -> (I::Lanes, I::Lanes) {
-        let [low, high] = super::bf16::unpair(word);
+        let [low, high] = bf16::unpair(word);
         (I::Lanes::splat(low), I::Lanes::splat(high))
     }
 
@@ -284,11 +289,22 @@ pub(super) fn pack_f32(rows: &[f32], k: usize, panel: &mut [Line<f32>]) {
     }
 }
 
-/// Packs up to 16 rows `[.., k]` as one panel of bf16 pairs.
-pub(super) fn pack_bf16(rows: &[f32], k: usize, panel: &mut [Line<u32>]) {
+multiversion! {
+    /// Packs up to 16 rows `[.., k]` as one panel of bf16 pairs.
+    pub(super) fn pack_bf16(rows: &[f32], k: usize, panel: &mut [Line<u32>]) = pack_bf16_body;
+}
+
+#[inline(always)]
+fn pack_bf16_body<I: Isa>(rows: &[f32], k: usize, panel: &mut [Line<u32>]) {
+    // Rounding vectorises, spreading over lanes does not: a run of a row at a time does one, then the other.
+    const RUN: usize = 64;
     for (lane, row) in rows.chunks_exact(k).enumerate() {
-        for (line, pair) in panel.iter_mut().zip(row.chunks(2)) {
-            line.0[lane] = super::bf16::pair(pair[0], pair.get(1).copied().unwrap_or(0.0));
+        for (lines, row) in panel.chunks_mut(RUN).zip(row.chunks(2 * RUN)) {
+            let mut words = [0; RUN];
+            bf16::round_rows_body::<I>(row, row.len(), &mut words[..row.len().div_ceil(2)]);
+            for (line, word) in lines.iter_mut().zip(words) {
+                line.0[lane] = word;
+            }
         }
     }
 }

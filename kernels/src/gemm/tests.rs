@@ -5,8 +5,11 @@ use half::bf16;
 use proptest::prelude::{Just, Strategy, prop_assert, prop_assert_eq, prop_oneof, proptest};
 use proptest::test_runner::TestCaseResult;
 
-use super::kernel::{LANES, Line, run_bf16, run_widened};
+use super::kernel::{LANES, Line, run_bf16, run_f32, run_f32_body, run_widened, run_widened_body};
 use super::*;
+use crate::isa::{self, Baseline};
+#[cfg(target_arch = "x86_64")]
+use crate::isa::{Avx2, Level, level};
 use crate::testing::{bits, in_pool, noise};
 
 fn rounded(values: &[f32]) -> Vec<f32> {
@@ -81,7 +84,7 @@ proptest! {
     #[test]
     fn an_f32_product_is_one_chain_over_k((t, n, k) in shape()) {
         let (x, w) = (noise(t * k, 1), noise(n * k, 2));
-        let fused = crate::isa::level() != crate::isa::Level::Baseline;
+        let fused = isa::level() != isa::Level::Baseline || isa::BASELINE_FMA;
         let y = product(&x, &PackedMatrix::pack(&w, n, k, Dtype::F32), None);
         for (x, y) in x.chunks_exact(k).zip(y.chunks_exact(n)) {
             for (w, y) in w.chunks_exact(k).zip(y) {
@@ -133,26 +136,62 @@ proptest! {
     }
 }
 
+/// Every way this machine can compute a tile of an f32 product; those with FMA come first.
+fn f32_kernels() -> Vec<Kernel<f32>> {
+    let mut kernels: Vec<Kernel<f32>> = vec![run_f32, run_f32_body::<Baseline>];
+    #[cfg(target_arch = "x86_64")]
+    if level() != Level::Baseline {
+        kernels.insert(0, run_f32_body::<Avx2>);
+    }
+    kernels
+}
+
+/// The same for bf16.
+fn bf16_kernels() -> Vec<Kernel<u32>> {
+    let mut kernels: Vec<Kernel<u32>> = vec![run_bf16, run_widened, run_widened_body::<Baseline>];
+    #[cfg(target_arch = "x86_64")]
+    if level() != Level::Baseline {
+        kernels.push(run_widened_body::<Avx2>);
+    }
+    kernels
+}
+
+type Kernel<W> = fn(&Job<'_, W>, &Tile);
+
+/// The whole product by one kernel, in one tile.
+fn by<W>(kernel: Kernel<W>, x: &[W], lines: &[Line<W>], (t, n): (usize, usize)) -> Vec<f32> {
+    let mut y = vec![f32::NAN; t * n];
+    let n_panels = n.div_ceil(LANES);
+    let job = Job { x, lines, depth: lines.len() / n_panels, n, bias: None, y: Disjoint::new(&mut y) };
+    kernel(&job, &Tile { rows: 0..t, panels: 0..n_panels });
+    y
+}
+
 #[test]
-fn native_and_widened_bf16_agree() {
-    for (t, n, k) in [(1, 300, 64), (2, 130, 33), (15, 70, 40), (9, 64, 128)] {
+fn instruction_sets_agree() {
+    for (t, n, k) in [(1, 300, 64), (2, 130, 33), (15, 70, 40), (9, 64, 128), (4, 16, 1)] {
         let (x, w) = (noise(t * k, 1), noise(n * k, 2));
-        let PackedMatrix { panels: Panels::Bf16(lines), .. } = PackedMatrix::pack(&w, n, k, Dtype::Bf16)
-        else {
-            panic!("bf16 was asked for")
+        let expected = naive(&x, &w, k, None);
+        let Panels::F32(lines) = PackedMatrix::pack(&w, n, k, Dtype::F32).panels else { panic!("not f32") };
+        let results: Vec<_> =
+            f32_kernels().into_iter().map(|kernel| by(kernel, &x, &lines, (t, n))).collect();
+        for (y, (exact, size)) in results.iter().flat_map(|y| y.iter().zip(&expected)) {
+            assert!((f64::from(*y) - exact).abs() <= 1e-6 * size, "{y}, not {exact}");
+        }
+        if results.len() > 2 {
+            assert_eq!(bits(&results[0]), bits(&results[1]), "AVX2 and AVX-512 round alike");
+        }
+
+        let expected = naive(&rounded(&x), &rounded(&w), k, None);
+        let Panels::Bf16(lines) = PackedMatrix::pack(&w, n, k, Dtype::Bf16).panels else {
+            panic!("not bf16")
         };
         let mut pairs = vec![0; t * k.div_ceil(2)];
         round_rows(&x, k, &mut pairs);
-        let run = |kernel: fn(&Job<'_, u32>, &Tile)| {
-            let mut y = vec![f32::NAN; t * n];
-            let (lines, y_parts): (&[Line<u32>], _) = (&lines, Disjoint::new(&mut y));
-            let job = Job { x: &pairs, lines, depth: k.div_ceil(2), n, bias: None, y: y_parts };
-            kernel(&job, &Tile { rows: 0..t, panels: 0..n.div_ceil(LANES) });
-            y
-        };
-        let sizes = naive(&x, &w, k, None);
-        for ((a, b), (_, size)) in run(run_bf16).into_iter().zip(run(run_widened)).zip(sizes) {
-            assert!(f64::from((a - b).abs()) <= 1e-6 * size, "{a} or {b}");
+        for kernel in bf16_kernels() {
+            for (y, (exact, size)) in by(kernel, &pairs, &lines, (t, n)).into_iter().zip(&expected) {
+                assert!((f64::from(y) - exact).abs() <= 1e-6 * size, "{y}, not {exact}");
+            }
         }
     }
 }
