@@ -1,5 +1,4 @@
-//! The ring: rollouts cross from worker to trainer as frames in shared memory, written once and read in
-//! place.
+//! The ring: rollouts cross from worker to trainer as frames in shared memory, written once, read in place.
 //!
 //! One writer, one reader, variable-size records. The two ends may be threads or processes: it is the same
 //! code. A full ring means wait, never drop; every wait has a deadline; a peer that dies or goes away is an

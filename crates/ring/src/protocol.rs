@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use crate::error::{RingError, Side, Wait};
 use crate::memory::Memory;
 use crate::peer::Peer;
-use crate::sync::{AtomicU64, Edge, Futex, Orders, SPINS, fence};
+use crate::sync::{AtomicU64, Edge, Futex, Orders, fence, spins};
 
 /// Records start and end on a cache line, so payloads can be read in place as any plain type.
 pub(crate) const RECORD_ALIGN: u64 = 64;
@@ -198,7 +198,7 @@ impl Shared {
         deadline: Deadline,
         check: impl Fn() -> Result<Option<T>, RingError>,
     ) -> Result<T, RingError> {
-        for _ in 0..SPINS {
+        for _ in 0..spins() {
             if let Some(found) = check()? {
                 return Ok(found);
             }
@@ -306,8 +306,8 @@ mod tests {
             })
         };
         // The spins, the look before falling asleep, and the one after the writer was found dead.
-        let last = SPINS + 2;
-        for nth in [1, SPINS, SPINS + 1, last] {
+        let last = spins() + 2;
+        for nth in [1, last - 2, last - 1, last] {
             assert_eq!(found_at(nth).unwrap(), nth);
         }
         assert!(matches!(found_at(last + 1), Err(RingError::WriterDied { .. })));

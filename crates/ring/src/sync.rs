@@ -70,10 +70,9 @@ impl Orders {
 
 /// Turns at the loop before an end of the ring goes to sleep: about a microsecond. None under loom, where
 /// turning without a state change only multiplies the executions.
-#[cfg(not(loom))]
-pub(crate) const SPINS: u32 = 200;
-#[cfg(loom)]
-pub(crate) const SPINS: u32 = 0;
+pub(crate) const fn spins() -> u32 {
+    if cfg!(loom) { 0 } else { 200 }
+}
 
 #[cfg(not(loom))]
 pub(crate) use os_futex::Futex;
