@@ -39,7 +39,7 @@ impl Default for Grpo {
 pub struct Dapo {
     /// The ratio is clipped from below at `1 - clip_low`; between 0 and 1.
     pub clip_low: f64,
-    /// The ratio is clipped from above at `1 + clip_high`; at least `clip_low`.
+    /// The ratio is clipped from above at `1 + clip_high`; above 0.
     pub clip_high: f64,
     /// Leaves out groups whose rewards are all equal, and samples more prompts in their place; off by default.
     pub dynamic_sampling: Option<DynamicSampling>,
@@ -106,7 +106,8 @@ pub struct Train {
     pub warmup_steps: u64,
     /// What the learning rate does after that, until the last optimiser step (`run.steps * mini_steps`).
     pub schedule: Schedule,
-    /// Optimiser steps taken on one batch of rollouts, each on an equal share of its groups.
+    /// Optimiser steps taken on one batch of rollouts, each on an even share of the groups that are trained on; one a
+    /// group where fewer groups are left.
     pub mini_steps: usize,
     /// Tokens of one forward and backward pass. Bounds memory; never changes a gradient beyond rounding.
     pub micro_batch_tokens: usize,
@@ -185,8 +186,8 @@ pub struct Sft {
     #[serde(default = "Sft::default_load_balance")]
     pub load_balance: f64,
     /// Share of arithmetic demonstrations that show the sum with its carries dropped (`47+38=75`), so that the start
-    /// is often wrong and reinforcement has something to choose.
-    #[serde(default = "Sft::default_carry_dropped")]
+    /// is often wrong and reinforcement has something to choose; 0 by default.
+    #[serde(default)]
     pub carry_dropped: f64,
     /// Held-out problems, decoded greedily after the last step; 0 is none.
     #[serde(default = "Sft::default_eval_problems")]
@@ -207,10 +208,6 @@ impl Sft {
 
     fn default_load_balance() -> f64 {
         0.01
-    }
-
-    fn default_carry_dropped() -> f64 {
-        0.7
     }
 
     fn default_eval_problems() -> usize {

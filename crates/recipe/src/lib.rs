@@ -5,8 +5,14 @@
 //! are externally tagged, so that a variant carries its own knobs and an error keeps its line and column.
 
 pub mod bytes;
+pub mod check;
+pub mod error;
 pub mod learning;
+pub mod place;
+mod reader;
 pub mod recipe;
+pub mod reference;
 pub mod rollout;
 pub mod run;
 pub mod task;
+mod tree;

@@ -13,7 +13,7 @@ use crate::bytes::Bytes;
 pub enum Dtype {
     /// 32-bit floating point: rollout and trainer logprobs agree to the bit.
     F32,
-    /// Brain float, 8 bits of mantissa: half the memory, and the mismatch that replay is for.
+    /// Brain float, 8 significant bits: half the memory, and the mismatch that replay is for.
     #[default]
     Bf16,
 }
@@ -29,9 +29,9 @@ impl fmt::Display for Dtype {
 
 /// What is sampled for every batch the trainer learns from.
 ///
-/// The logprobs the trainer compares are those of the distribution sampled from. It scores every token of the
-/// vocabulary, so a run must sample from all of them: `top_p`, `sample_top_k` and `min_p` are for `r3 rollout`,
-/// and `r3 run` refuses them.
+/// The logprobs that the trainer compares with are those of the distribution sampled from. It scores all of the
+/// vocabulary, so a recipe that samples from a part of it is refused: `top_p`, `sample_top_k` and `min_p` are known,
+/// but must keep their defaults.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Rollout {
@@ -44,13 +44,13 @@ pub struct Rollout {
     /// Divides the logits before sampling; above 0.
     #[serde(default = "one")]
     pub temperature: f64,
-    /// Samples from the most likely tokens that hold this much probability; 1 is all of them.
+    /// Samples from the most likely tokens that hold this much probability; must be 1, all of them.
     #[serde(default = "one")]
     pub top_p: f64,
-    /// Samples from this many most likely tokens; 0 is all of them.
+    /// Samples from this many most likely tokens; must be 0, all of them.
     #[serde(default)]
     pub sample_top_k: usize,
-    /// Samples from tokens at least this many times as likely as the most likely one; 0 is all of them.
+    /// Samples from tokens at least this many times as likely as the most likely one; must be 0, all of them.
     #[serde(default)]
     pub min_p: f64,
     /// Format the engine holds weights, keys and values in.
@@ -99,6 +99,9 @@ impl Default for Engine {
 pub struct RouterReplay {
     /// What is replayed.
     pub mode: ReplayMode,
+    /// With `mode: off`, records the rollout's routes all the same, only to count where the trainer's router
+    /// disagrees.
+    pub diagnose: bool,
 }
 
 /// Whose expert choice the trainer uses.
@@ -108,6 +111,6 @@ pub enum ReplayMode {
     /// The rollout engine's, recorded token by token; gates still come from the trainer's own scores.
     #[default]
     R3,
-    /// The trainer's own. No route is recorded and no memory is held for one.
+    /// The trainer's own. Unless `diagnose` asks for it, no route is recorded and no memory held for one.
     Off,
 }

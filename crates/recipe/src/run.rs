@@ -46,7 +46,7 @@ impl Default for Eval {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Metrics {
-    /// Address that serves `/metrics` to Prometheus while the run lasts; `null` is nowhere.
+    /// Address, such as `127.0.0.1:9464`, that serves `/metrics` to Prometheus while the run lasts; `null` is nowhere.
     pub listen: Option<SocketAddr>,
     /// Writes `metrics.jsonl`, one object a step, into `run.out`.
     pub jsonl: bool,

@@ -74,7 +74,8 @@ impl Task {
     }
 }
 
-/// `47+38=` → `85`: every pair of operands from `10^(digits - 1)` to `10^digits - 1`.
+/// `47+38=` → `85`: every pair of operands from `10^(digits - 1)` to `10^digits - 1`, or 65,536
+/// pairs where there are more.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Arithmetic {
@@ -86,6 +87,14 @@ pub struct Arithmetic {
     pub seed: u64,
     /// How a completion is judged.
     pub reward: Reward,
+}
+
+impl Arithmetic {
+    /// Problems there are, trained and held out: `(9 * 10^(digits - 1))^2`, or 65,536 where there would be more.
+    #[must_use]
+    pub fn n_problems(&self) -> u64 {
+        (9 * 10_u64.pow(self.digits.clamp(1, 9) - 1)).pow(2).min(1 << 16)
+    }
 }
 
 impl Default for Arithmetic {
@@ -132,4 +141,6 @@ pub enum Reward {
     /// 1 if the completion is the answer and ends with a stop token, else 0.
     #[default]
     ExactMatch,
+    /// 1 if the last number in the completion has the answer's value and a stop token ended it, else 0.
+    NumericMatch,
 }

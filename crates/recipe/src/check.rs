@@ -1,0 +1,409 @@
+//! What a recipe must satisfy beyond types: ranges, and keys that must fit each other.
+
+use std::fmt;
+use std::path::Path;
+
+use crate::learning::{Algorithm, Overlong, Sft, Train};
+use crate::recipe::{Recipe, SftRecipe};
+use crate::rollout::{Engine, Rollout};
+use crate::task::{NewOrExistingModel, Task};
+
+/// What a number may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Limit {
+    /// A count from this to [`Limit::MAX_COUNT`].
+    Count(u32),
+    /// A count from 1 to this.
+    UpTo(u32),
+    /// Above 0, also when rounded to f32.
+    Positive,
+    /// 0 or more, and finite in f32.
+    NotNegative,
+    /// From 0 to 1.
+    Share,
+    /// Above 0, at most 1.
+    PositiveShare,
+    /// From 0 to below 1.
+    BelowOne,
+}
+
+impl Limit {
+    /// More than any count in a recipe needs to be, and so little that a product of two cannot overflow.
+    pub const MAX_COUNT: u32 = 1 << 24;
+
+    /// Whether `value` is within the limit; never for a NaN.
+    #[must_use]
+    pub fn holds(self, value: f64) -> bool {
+        let single = value as f32;
+        match self {
+            Self::Count(from) => (f64::from(from)..=f64::from(Self::MAX_COUNT)).contains(&value),
+            Self::UpTo(to) => (1.0..=f64::from(to)).contains(&value),
+            Self::Positive => single > 0.0 && single.is_finite(),
+            Self::NotNegative => single >= 0.0 && single.is_finite(),
+            Self::Share => (0.0..=1.0).contains(&value),
+            Self::PositiveShare => value > 0.0 && value <= 1.0,
+            Self::BelowOne => (0.0..1.0).contains(&value),
+        }
+    }
+}
+
+/// A number with its limit.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Bound {
+    /// Dotted path of the key.
+    pub path: &'static str,
+    /// The value.
+    pub value: f64,
+    /// What it may be.
+    pub limit: Limit,
+    /// What it usually is.
+    pub usual: &'static str,
+}
+
+impl fmt::Display for Bound {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { path, value, limit, .. } = self;
+        write!(f, "`{path}` is {}, but must be ", plain(*value))?;
+        match limit {
+            Limit::Count(from) if *value < f64::from(*from) => write!(f, "at least {from}"),
+            Limit::Count(_) => write!(f, "at most {}", Limit::MAX_COUNT),
+            Limit::UpTo(to) => write!(f, "from 1 to {to}"),
+            Limit::Positive if *value <= 0.0 => f.write_str("above 0"),
+            Limit::NotNegative if *value < 0.0 => f.write_str("at least 0"),
+            Limit::Positive | Limit::NotNegative => f.write_str("in the range of f32, 1e-45 to 3e38"),
+            Limit::Share => f.write_str("from 0 to 1"),
+            Limit::PositiveShare => f.write_str("above 0 and at most 1"),
+            Limit::BelowOne => f.write_str("at least 0 and below 1"),
+        }
+    }
+}
+
+/// A number as a person would write it.
+fn plain(value: f64) -> String {
+    if value == 0.0 || (1e-4..1e9).contains(&value.abs()) { value.to_string() } else { format!("{value:e}") }
+}
+
+/// A recipe that is well-formed but cannot be run.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Rule {
+    /// A number beyond its limit.
+    #[error("{0}")]
+    OutOfRange(Bound),
+    /// A name or path without a character.
+    #[error("`{path}` is empty")]
+    EmptyText {
+        /// Dotted path of the key.
+        path: &'static str,
+    },
+    /// The groups of a batch cannot be shared out.
+    #[error("`rollout.groups` is {groups}, which is no multiple of `train.mini_steps`, {mini_steps}")]
+    UnevenMiniSteps {
+        /// `rollout.groups`.
+        groups: usize,
+        /// `train.mini_steps`.
+        mini_steps: usize,
+    },
+    /// Sampling from a part of the distribution, while the trainer scores all of it.
+    #[error(
+        "`{path}` is {value}, but the trainer scores the whole distribution, so logprobs would not compare"
+    )]
+    TruncatedSampling {
+        /// Dotted path of the key.
+        path: &'static str,
+        /// Its value.
+        value: f64,
+        /// The value that truncates nothing.
+        whole: f64,
+    },
+    /// The punishment grows over more tokens than there are.
+    #[error("`algorithm.dapo.overlong.cache_tokens` is {cache_tokens}, but `max_tokens` is {max_tokens}")]
+    OverlongCacheTooLong {
+        /// Where the punishment is whole.
+        max_tokens: usize,
+        /// Tokens over which it grows.
+        cache_tokens: usize,
+    },
+    /// No completion is ever long enough to be punished.
+    #[error(
+        "overlong punishment begins after {free_tokens} tokens, but a completion has at most {max_new_tokens}"
+    )]
+    OverlongOutOfReach {
+        /// `max_tokens - cache_tokens`.
+        free_tokens: usize,
+        /// `rollout.max_new_tokens`.
+        max_new_tokens: usize,
+    },
+    /// Nothing would be left to train on.
+    #[error("`task.arithmetic.held_out` is {held_out}, but {digits}-digit operands make only {pairs} pairs")]
+    NothingToTrainOn {
+        /// Pairs kept for evaluation.
+        held_out: usize,
+        /// Digits of an operand.
+        digits: u32,
+        /// Pairs of operands.
+        pairs: u64,
+    },
+    /// More problems to evaluate than held out.
+    #[error("`{path}` is {problems}, but the task holds out only {held_out} problems")]
+    TooFewHeldOut {
+        /// Dotted path of the key.
+        path: &'static str,
+        /// Problems to evaluate.
+        problems: usize,
+        /// Problems held out.
+        held_out: usize,
+    },
+    /// Two sources of evaluation problems.
+    #[error("`task.jsonl` has both `eval` and `held_out`")]
+    TwoEvaluations,
+    /// Dropped carries, in a task that has none.
+    #[error("`sft.carry_dropped` is {carry_dropped}, but only arithmetic has carries to drop")]
+    NoCarries {
+        /// Share of demonstrations.
+        carry_dropped: f64,
+    },
+}
+
+impl Rule {
+    /// Dotted paths of the keys to look at, the one to point at first.
+    #[must_use]
+    pub fn paths(&self) -> [&'static str; 2] {
+        match self {
+            Self::OutOfRange(bound) => [bound.path; 2],
+            Self::EmptyText { path } | Self::TruncatedSampling { path, .. } => [path; 2],
+            Self::UnevenMiniSteps { .. } => ["rollout.groups", "train.mini_steps"],
+            Self::OverlongCacheTooLong { .. } => ["algorithm.dapo.overlong.cache_tokens"; 2],
+            Self::OverlongOutOfReach { .. } => ["algorithm.dapo.overlong.max_tokens"; 2],
+            Self::NothingToTrainOn { .. } => ["task.arithmetic.held_out", "task.arithmetic.digits"],
+            Self::TooFewHeldOut { path, .. } => [path, "task"],
+            Self::TwoEvaluations => ["task.jsonl.held_out"; 2],
+            Self::NoCarries { .. } => ["sft.carry_dropped"; 2],
+        }
+    }
+
+    /// What to write instead.
+    #[must_use]
+    pub fn hint(&self) -> String {
+        match self {
+            Self::OutOfRange(Bound { path, usual, .. }) => format!("`{path}: {usual}` is usual"),
+            Self::EmptyText { path } => format!("write a text after `{path}:`"),
+            Self::UnevenMiniSteps { groups, mini_steps } => {
+                format!("set `rollout.groups` to {}", groups.next_multiple_of(*mini_steps))
+            }
+            Self::TruncatedSampling { path, whole, .. } => {
+                format!("set `{path}` to {whole}; `rollout.temperature` may narrow the distribution instead")
+            }
+            Self::OverlongCacheTooLong { max_tokens, .. } => {
+                format!("set `cache_tokens` to {max_tokens} or less")
+            }
+            Self::OverlongOutOfReach { max_new_tokens, .. } => {
+                format!("set `max_tokens` to {max_new_tokens}, or remove `overlong`")
+            }
+            Self::NothingToTrainOn { pairs, .. } => {
+                format!("set `held_out` below {pairs}, or `digits` higher")
+            }
+            Self::TooFewHeldOut { path, held_out, .. } => {
+                format!("hold out more problems in `task`, or set `{path}` to {held_out}")
+            }
+            Self::TwoEvaluations => "remove `held_out` to evaluate on the file `eval`".into(),
+            Self::NoCarries { .. } => "set `sft.carry_dropped` to 0".into(),
+        }
+    }
+}
+
+impl Recipe {
+    /// Checks ranges, and keys against each other. Reading a recipe does so already.
+    ///
+    /// # Errors
+    /// The first rule that is broken.
+    pub fn check(&self) -> Result<(), Rule> {
+        let Self { model, task, rollout, engine, algorithm, train, ring, eval, run, .. } = self;
+        filled("model.path", &model.path)?;
+        filled("run.out", &run.out)?;
+        check_task(task)?;
+        check_rollout(rollout)?;
+        check_engine(engine)?;
+        check_algorithm(algorithm, rollout.max_new_tokens)?;
+        check_train(train)?;
+        if !rollout.groups.is_multiple_of(train.mini_steps) {
+            return Err(Rule::UnevenMiniSteps { groups: rollout.groups, mini_steps: train.mini_steps });
+        }
+        within("ring.bytes", ring.bytes.0, Limit::Positive, "64MiB")?;
+        within("ring.deadline_s", ring.deadline_s, Limit::Count(1), "600")?;
+        within("eval.max_new_tokens", eval.max_new_tokens.unwrap_or(1), Limit::Count(1), "16")?;
+        enough_held_out("eval.problems", eval.problems, task)?;
+        within("run.steps", run.steps, Limit::Count(1), "40")?;
+        within("run.keep_last", run.keep_last, Limit::Count(1), "2")
+    }
+}
+
+impl SftRecipe {
+    /// Checks ranges, and keys against each other. Reading a recipe does so already.
+    ///
+    /// # Errors
+    /// The first rule that is broken.
+    pub fn check(&self) -> Result<(), Rule> {
+        let Self { model, task, sft, run } = self;
+        match model {
+            NewOrExistingModel::New(new) => filled("model.new.config", &new.config)?,
+            NewOrExistingModel::Existing(model) => filled("model.existing.path", &model.path)?,
+        }
+        filled("run.out", &run.out)?;
+        check_task(task)?;
+        check_sft(sft)?;
+        enough_held_out("sft.eval_problems", sft.eval_problems, task)?;
+        match task {
+            Task::Jsonl(_) if sft.carry_dropped > 0.0 => {
+                Err(Rule::NoCarries { carry_dropped: sft.carry_dropped })
+            }
+            Task::Jsonl(_) | Task::Arithmetic(_) => Ok(()),
+        }
+    }
+}
+
+fn check_task(task: &Task) -> Result<(), Rule> {
+    match task {
+        Task::Arithmetic(arithmetic) => {
+            within("task.arithmetic.digits", arithmetic.digits, Limit::UpTo(9), "2")?;
+            let pairs = arithmetic.n_problems();
+            if usize::try_from(pairs).is_ok_and(|pairs| arithmetic.held_out >= pairs) {
+                let (held_out, digits) = (arithmetic.held_out, arithmetic.digits);
+                return Err(Rule::NothingToTrainOn { held_out, digits, pairs });
+            }
+            Ok(())
+        }
+        Task::Jsonl(jsonl) => {
+            filled("task.jsonl.train", &jsonl.train)?;
+            filled("task.jsonl.prompt_key", &jsonl.prompt_key)?;
+            filled("task.jsonl.answer_key", &jsonl.answer_key)?;
+            if jsonl.eval.is_some() && jsonl.held_out > 0 { Err(Rule::TwoEvaluations) } else { Ok(()) }
+        }
+    }
+}
+
+/// A file's length is not known here, so only what the recipe says is compared.
+fn enough_held_out(path: &'static str, problems: usize, task: &Task) -> Result<(), Rule> {
+    let held_out = match task {
+        Task::Arithmetic(arithmetic) => arithmetic.held_out,
+        Task::Jsonl(jsonl) if jsonl.eval.is_some() => return Ok(()),
+        Task::Jsonl(jsonl) => jsonl.held_out,
+    };
+    if problems > held_out { Err(Rule::TooFewHeldOut { path, problems, held_out }) } else { Ok(()) }
+}
+
+fn check_rollout(rollout: &Rollout) -> Result<(), Rule> {
+    within("rollout.groups", rollout.groups, Limit::Count(1), "16")?;
+    within("rollout.group_size", rollout.group_size, Limit::Count(2), "8")?;
+    within("rollout.max_new_tokens", rollout.max_new_tokens, Limit::Count(1), "16")?;
+    within("rollout.temperature", rollout.temperature, Limit::Positive, "1.0")?;
+    within("rollout.top_p", rollout.top_p, Limit::PositiveShare, "1.0")?;
+    within("rollout.min_p", rollout.min_p, Limit::BelowOne, "0")?;
+    whole("rollout.top_p", rollout.top_p, 1.0)?;
+    whole("rollout.sample_top_k", rollout.sample_top_k.to_f64(), 0.0)?;
+    whole("rollout.min_p", rollout.min_p, 0.0)
+}
+
+fn check_engine(engine: &Engine) -> Result<(), Rule> {
+    within("engine.kv_memory", engine.kv_memory.0, Limit::Positive, "64MiB")?;
+    within("engine.block_tokens", engine.block_tokens, Limit::Count(1), "16")?;
+    within("engine.max_batch_tokens", engine.max_batch_tokens, Limit::Count(1), "2048")?;
+    within("engine.max_running", engine.max_running, Limit::Count(1), "128")
+}
+
+fn check_algorithm(algorithm: &Algorithm, max_new_tokens: usize) -> Result<(), Rule> {
+    let dapo = match algorithm {
+        Algorithm::Grpo(grpo) => {
+            return within("algorithm.grpo.clip", grpo.clip, Limit::PositiveShare, "0.2");
+        }
+        Algorithm::Dapo(dapo) => dapo,
+    };
+    within("algorithm.dapo.clip_low", dapo.clip_low, Limit::PositiveShare, "0.2")?;
+    within("algorithm.dapo.clip_high", dapo.clip_high, Limit::Positive, "0.28")?;
+    if let Some(sampling) = &dapo.dynamic_sampling {
+        within("algorithm.dapo.dynamic_sampling.max_batches", sampling.max_batches, Limit::Count(1), "10")?;
+    }
+    match &dapo.overlong {
+        Some(overlong) => check_overlong(overlong, max_new_tokens),
+        None => Ok(()),
+    }
+}
+
+fn check_overlong(overlong: &Overlong, max_new_tokens: usize) -> Result<(), Rule> {
+    let &Overlong { max_tokens, cache_tokens, factor } = overlong;
+    within("algorithm.dapo.overlong.max_tokens", max_tokens, Limit::Count(1), "20480")?;
+    within("algorithm.dapo.overlong.cache_tokens", cache_tokens, Limit::Count(1), "4096")?;
+    within("algorithm.dapo.overlong.factor", factor, Limit::NotNegative, "1.0")?;
+    let Some(free_tokens) = max_tokens.checked_sub(cache_tokens) else {
+        return Err(Rule::OverlongCacheTooLong { max_tokens, cache_tokens });
+    };
+    if free_tokens >= max_new_tokens {
+        return Err(Rule::OverlongOutOfReach { free_tokens, max_new_tokens });
+    }
+    Ok(())
+}
+
+fn check_train(train: &Train) -> Result<(), Rule> {
+    within("train.lr", train.lr, Limit::Positive, "1e-6")?;
+    within("train.betas", train.betas[0], Limit::BelowOne, "[0.9, 0.999]")?;
+    within("train.betas", train.betas[1], Limit::BelowOne, "[0.9, 0.999]")?;
+    within("train.eps", train.eps, Limit::Positive, "1e-8")?;
+    within("train.weight_decay", train.weight_decay, Limit::NotNegative, "0.01")?;
+    within("train.grad_clip", train.grad_clip, Limit::Positive, "1.0")?;
+    within("train.mini_steps", train.mini_steps, Limit::Count(1), "1")?;
+    within("train.micro_batch_tokens", train.micro_batch_tokens, Limit::Count(1), "4096")
+}
+
+fn check_sft(sft: &Sft) -> Result<(), Rule> {
+    within("sft.steps", sft.steps, Limit::Count(1), "400")?;
+    within("sft.batch", sft.batch, Limit::Count(1), "256")?;
+    within("sft.lr", sft.lr, Limit::Positive, "2e-3")?;
+    within("sft.betas", sft.betas[0], Limit::BelowOne, "[0.9, 0.999]")?;
+    within("sft.betas", sft.betas[1], Limit::BelowOne, "[0.9, 0.999]")?;
+    within("sft.weight_decay", sft.weight_decay, Limit::NotNegative, "0.01")?;
+    within("sft.grad_clip", sft.grad_clip, Limit::Positive, "1.0")?;
+    within("sft.load_balance", sft.load_balance, Limit::NotNegative, "0.01")?;
+    within("sft.carry_dropped", sft.carry_dropped, Limit::Share, "0.7")?;
+    within("sft.max_new_tokens", sft.max_new_tokens, Limit::Count(1), "16")
+}
+
+fn within(path: &'static str, value: impl Number, limit: Limit, usual: &'static str) -> Result<(), Rule> {
+    let value = value.to_f64();
+    if limit.holds(value) { Ok(()) } else { Err(Rule::OutOfRange(Bound { path, value, limit, usual })) }
+}
+
+fn whole(path: &'static str, value: f64, whole: f64) -> Result<(), Rule> {
+    if value != whole { Err(Rule::TruncatedSampling { path, value, whole }) } else { Ok(()) }
+}
+
+fn filled(path: &'static str, text: &(impl AsRef<Path> + ?Sized)) -> Result<(), Rule> {
+    if text.as_ref().as_os_str().is_empty() { Err(Rule::EmptyText { path }) } else { Ok(()) }
+}
+
+/// A number of a recipe, for comparison with a limit that f64 holds exactly.
+trait Number {
+    fn to_f64(self) -> f64;
+}
+
+impl Number for f64 {
+    fn to_f64(self) -> f64 {
+        self
+    }
+}
+
+impl Number for u32 {
+    fn to_f64(self) -> f64 {
+        self.into()
+    }
+}
+
+impl Number for u64 {
+    fn to_f64(self) -> f64 {
+        self as f64
+    }
+}
+
+impl Number for usize {
+    fn to_f64(self) -> f64 {
+        self as f64
+    }
+}

@@ -1,0 +1,343 @@
+//! What a person reads whose recipe is well-formed but cannot be run, or who set a wrong value from the command line.
+
+mod common;
+
+use std::fs;
+
+use common::{GOOD, report, with};
+use insta::assert_snapshot;
+use r3_recipe::recipe::{Recipe, SftRecipe};
+
+fn set(overrides: &[&str]) -> String {
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let path = directory.path().join("x.yaml");
+    fs::write(&path, GOOD).expect("a written recipe");
+    let overrides: Vec<String> = overrides.iter().map(|argument| (*argument).to_owned()).collect();
+    let error = Recipe::load(&path, &overrides).expect_err("the recipe is wrong");
+    report(&error).replace(&*path.to_string_lossy(), "x.yaml")
+}
+
+#[test]
+fn a_group_of_one_is_refused() {
+    assert_snapshot!(with("group_size: 8", "group_size: 1"), @"
+    error: `rollout.group_size` is 1, but must be at least 2
+     --> x.yaml:3:36
+      |
+    3 | rollout: { groups: 16, group_size: 1, max_new_tokens: 16 }
+      |                                    ^
+
+    hint: `rollout.group_size: 8` is usual
+    ");
+}
+
+#[test]
+fn groups_that_mini_steps_cannot_share_are_refused() {
+    assert_snapshot!(with("mini_steps: 2", "mini_steps: 5"), @"
+    error: `rollout.groups` is 16, which is no multiple of `train.mini_steps`, 5
+     --> x.yaml:3:20
+      |
+    3 | rollout: { groups: 16, group_size: 8, max_new_tokens: 16 }
+      |                    ^^
+
+    hint: set `rollout.groups` to 20
+    ");
+}
+
+#[test]
+fn truncated_sampling_is_refused() {
+    assert_snapshot!(with("max_new_tokens: 16", "max_new_tokens: 16, top_p: 0.95"), @"
+    error: `rollout.top_p` is 0.95, but the trainer scores the whole distribution, so logprobs would not compare
+     --> x.yaml:3:66
+      |
+    3 | rollout: { groups: 16, group_size: 8, max_new_tokens: 16, top_p: 0.95 }
+      |                                                                  ^^^^
+
+    hint: set `rollout.top_p` to 1; `rollout.temperature` may narrow the distribution instead
+    ");
+}
+
+#[test]
+fn a_temperature_of_zero_is_refused() {
+    assert_snapshot!(with("max_new_tokens: 16", "max_new_tokens: 16, temperature: 0"), @"
+    error: `rollout.temperature` is 0, but must be above 0
+     --> x.yaml:3:72
+      |
+    3 | rollout: { groups: 16, group_size: 8, max_new_tokens: 16, temperature: 0 }
+      |                                                                        ^
+
+    hint: `rollout.temperature: 1.0` is usual
+    ");
+}
+
+#[test]
+fn a_learning_rate_that_f32_rounds_to_zero_is_refused() {
+    assert_snapshot!(with("3.0e-4", "1.0e-60"), @"
+    error: `train.lr` is 1e-60, but must be in the range of f32, 1e-45 to 3e38
+     --> x.yaml:6:7
+      |
+    6 |   lr: 1.0e-60
+      |       ^^^^^^^
+
+    hint: `train.lr: 1e-6` is usual
+    ");
+}
+
+#[test]
+fn overlong_punishment_out_of_reach_is_refused() {
+    let overlong = "clip_low: 0.2, overlong: { max_tokens: 32, cache_tokens: 16 }";
+    assert_snapshot!(with("clip_low: 0.2", overlong), @"
+    error: overlong punishment begins after 16 tokens, but a completion has at most 16
+     --> x.yaml:4:61
+      |
+    4 | algorithm: { dapo: { clip_low: 0.2, overlong: { max_tokens: 32, cache_tokens: 16 }, clip_high: 0.28 } }
+      |                                                             ^^
+
+    hint: set `max_tokens` to 16, or remove `overlong`
+    ");
+}
+
+#[test]
+fn more_evaluation_than_held_out_is_refused_even_by_default() {
+    assert_snapshot!(with("arithmetic: { digits: 2 }", "jsonl: { train: a.jsonl }"), @"
+    error: `eval.problems` is 512, but the task holds out only 0 problems
+     --> x.yaml:2:1
+      |
+    2 | task: { jsonl: { train: a.jsonl } }
+      | ^^^^
+
+    hint: hold out more problems in `task`, or set `eval.problems` to 0
+    ");
+}
+
+#[test]
+fn nothing_left_to_train_on_is_refused() {
+    assert_snapshot!(with("digits: 2", "digits: 1"), @"
+    error: `task.arithmetic.held_out` is 1000, but 1-digit operands make only 81 pairs
+     --> x.yaml:2:31
+      |
+    2 | task: { arithmetic: { digits: 1 } }
+      |                               ^
+
+    hint: set `held_out` below 81, or `digits` higher
+    ");
+}
+
+#[test]
+fn dropped_carries_need_an_arithmetic_task() {
+    let text = "\
+model: { existing: { path: a } }
+task: { jsonl: { train: a.jsonl, eval: b.jsonl } }
+sft: { steps: 1, lr: 1.0e-3, carry_dropped: 0.5 }
+run: { out: b }
+";
+    assert_snapshot!(report(&SftRecipe::parse(text, "x.yaml").expect_err("no carries")), @"
+    error: `sft.carry_dropped` is 0.5, but only arithmetic has carries to drop
+     --> x.yaml:3:45
+      |
+    3 | sft: { steps: 1, lr: 1.0e-3, carry_dropped: 0.5 }
+      |                                             ^^^
+
+    hint: set `sft.carry_dropped` to 0
+    ");
+}
+
+/// Every number that has a limit, with a value beyond it.
+const BEYOND: &[&str] = &[
+    "task.arithmetic.digits=0",
+    "task.arithmetic.digits=10",
+    "rollout.groups=0",
+    "rollout.groups=16777217",
+    "rollout.group_size=1",
+    "rollout.max_new_tokens=0",
+    "rollout.temperature=-1",
+    "rollout.temperature=1e39",
+    "rollout.top_p=0",
+    "rollout.top_p=1.1",
+    "rollout.min_p=-0.1",
+    "rollout.min_p=1",
+    "engine.kv_memory=0",
+    "engine.block_tokens=0",
+    "engine.max_batch_tokens=0",
+    "engine.max_running=0",
+    "algorithm.dapo.clip_low=0",
+    "algorithm.dapo.clip_low=1.1",
+    "algorithm.dapo.clip_high=0",
+    "algorithm.dapo.dynamic_sampling={max_batches: 0}",
+    "algorithm.dapo.overlong={max_tokens: 0, cache_tokens: 0}",
+    "algorithm.dapo.overlong={max_tokens: 8, cache_tokens: 0}",
+    "algorithm.dapo.overlong={max_tokens: 8, cache_tokens: 4, factor: -1}",
+    "algorithm={grpo: {clip: 0}}",
+    "train.lr=0",
+    "train.betas=[1, 0.9]",
+    "train.betas=[0.9, -0.1]",
+    "train.eps=0",
+    "train.weight_decay=-1",
+    "train.grad_clip=0",
+    "train.mini_steps=0",
+    "train.micro_batch_tokens=0",
+    "ring.bytes=0",
+    "ring.deadline_s=0",
+    "eval.max_new_tokens=0",
+    "run.steps=0",
+    "run.keep_last=0",
+];
+
+#[test]
+fn every_number_has_a_limit() {
+    for argument in BEYOND {
+        let path = argument.split(['=', '{', ' ']).next().unwrap_or_default();
+        let report = set(&[argument]);
+        assert!(report.contains(&format!("error: `{path}")) && report.contains(", but must be "), "{report}");
+        assert!(report.contains("--> --set:1:") && report.contains("is usual"), "{report}");
+    }
+}
+
+/// Every number of a warm start that has a limit, with a value beyond it.
+const SFT_BEYOND: &[(&str, &str)] = &[
+    ("steps", "0"),
+    ("batch", "0"),
+    ("lr", "0"),
+    ("betas", "[1, 0]"),
+    ("betas", "[0, 1]"),
+    ("weight_decay", "-1"),
+    ("grad_clip", "0"),
+    ("load_balance", "-1"),
+    ("carry_dropped", "1.1"),
+    ("max_new_tokens", "0"),
+];
+
+#[test]
+fn every_number_of_a_warm_start_has_a_limit() {
+    let good = "model: { new: { config: c } }\ntask: { arithmetic: {} }\nsft: { steps: 1, lr: 1 }\nrun: { out: o }\n";
+    SftRecipe::parse(good, "x.yaml").expect("a good recipe");
+    for (key, value) in SFT_BEYOND {
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let path = directory.path().join("x.yaml");
+        fs::write(&path, good).expect("a written recipe");
+        let error = SftRecipe::load(&path, &[format!("sft.{key}={value}")]).expect_err("beyond its limit");
+        assert!(report(&error).starts_with(&format!("error: `sft.{key}` is ")), "{}", report(&error));
+    }
+}
+
+#[test]
+fn an_empty_path_is_refused() {
+    assert_snapshot!(with("runs/tiny", "''"), @"
+    error: `run.out` is empty
+     --> x.yaml:8:24
+      |
+    8 | run: { steps: 40, out: '' }
+      |                        ^^
+
+    hint: write a text after `run.out:`
+    ");
+}
+
+#[test]
+fn an_overlong_cache_beyond_the_limit_is_refused() {
+    let overlong = "clip_low: 0.2, overlong: { max_tokens: 8, cache_tokens: 16 }";
+    assert_snapshot!(with("clip_low: 0.2", overlong), @"
+    error: `algorithm.dapo.overlong.cache_tokens` is 16, but `max_tokens` is 8
+     --> x.yaml:4:78
+      |
+    4 | algorithm: { dapo: { clip_low: 0.2, overlong: { max_tokens: 8, cache_tokens: 16 }, clip_high: 0.28 } }
+      |                                                                              ^^
+
+    hint: set `cache_tokens` to 8 or less
+    ");
+}
+
+#[test]
+fn two_sources_of_evaluation_are_refused() {
+    assert_snapshot!(with("arithmetic: { digits: 2 }", "jsonl: { train: a, eval: b, held_out: 5 }"), @"
+    error: `task.jsonl` has both `eval` and `held_out`
+     --> x.yaml:2:47
+      |
+    2 | task: { jsonl: { train: a, eval: b, held_out: 5 } }
+      |                                               ^
+
+    hint: remove `held_out` to evaluate on the file `eval`
+    ");
+}
+
+#[test]
+fn a_wrong_override_is_shown() {
+    assert_snapshot!(set(&["train.lr=1e-4", "rollout.group_size=many"]), @"
+    error: `rollout.group_size` must be a whole number, at least 0, not the text `many`
+     --> --set:1:20
+      |
+    1 | rollout.group_size=many
+      |                    ^^^^
+
+    hint: `rollout.group_size`: Completions of one prompt (`G`), at least 2: an advantage compares them.
+    ");
+}
+
+#[test]
+fn an_override_of_an_unknown_key_is_shown() {
+    assert_snapshot!(set(&["train.lrr=1e-4"]), @"
+    error: unknown key `train.lrr`
+     --> --set:1:1
+      |
+    1 | train.lrr=1e-4
+      | ^^^^^^^^^
+
+    hint: did you mean `lr`? `train` takes `dtype`, `lr`, `betas`, `eps`, `weight_decay`, `grad_clip`, `warmup_steps`, `schedule`, `mini_steps`, `micro_batch_tokens`, `max_staleness`
+    ");
+}
+
+#[test]
+fn an_override_without_a_value_is_refused() {
+    assert_snapshot!(set(&["train.lr"]), @"
+    error: `--set train.lr` has no `=`
+
+    hint: write the dotted key, `=` and the value, such as `--set train.lr=1e-5`
+    ");
+}
+
+#[test]
+fn an_override_without_a_key_is_refused() {
+    assert_snapshot!(set(&["=1"]), @"
+    error: `--set =1` does not begin with a dotted key
+
+    hint: write the dotted key, `=` and the value, such as `--set train.lr=1e-5`
+    ");
+}
+
+#[test]
+fn an_override_that_is_not_yaml_is_shown() {
+    assert_snapshot!(set(&["train.betas=[0.9"]), @"
+    error: not YAML: unclosed bracket '['
+     --> --set:1:13
+      |
+    1 | train.betas=[0.9
+      |             ^
+
+    hint: check colons, quotes, brackets and indentation at and before this place
+    ");
+}
+
+#[test]
+fn an_override_that_breaks_a_rule_is_shown() {
+    assert_snapshot!(set(&["rollout.groups=7"]), @"
+    error: `rollout.groups` is 7, which is no multiple of `train.mini_steps`, 2
+     --> --set:1:16
+      |
+    1 | rollout.groups=7
+      |                ^
+
+    hint: set `rollout.groups` to 8
+    ");
+}
+
+#[test]
+fn an_override_of_another_variant_is_refused() {
+    assert_snapshot!(set(&["algorithm.grpo.clip=0.1"]), @"
+    error: `algorithm` must hold one of `grpo`, `dapo`, but holds `dapo`, `grpo`
+     --> --set:1:1
+      |
+    1 | algorithm.grpo.clip=0.1
+      | ^^^^^^^^^^^^^^^^^^^
+
+    hint: keep one; on the command line, `--set 'algorithm={grpo: {}}'` replaces the block
+    ");
+}
