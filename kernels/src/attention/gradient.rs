@@ -183,7 +183,9 @@ fn backward_sequence_body<I: Isa>(
         rows.resize(MAX_PASS * stride, 0.0);
     }
     let rows = Rows { group: heads.group(), start: 0, n_rows: tokens.len * heads.group() };
-    rows.for_passes::<I>(|first, n| {
+    let mut first = 0;
+    while first < rows.n_rows {
+        let n = rows.pass_len::<I>(first);
         // Where row `first + r` lies in `q` and in its gradient.
         let start_of = |r: usize| {
             let (query, head) = ((first + r) / heads.group(), (first + r) % heads.group());
@@ -209,7 +211,8 @@ fn backward_sequence_body<I: Isa>(
                 *out = heads.scale() * x;
             }
         }
-    });
+        first += n;
+    }
 }
 
 /// With `p` the probabilities and `g` the output's gradient: `ds_j = p_j (g . v_j - sum_i p_i g . v_i)`, then

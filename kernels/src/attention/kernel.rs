@@ -72,21 +72,37 @@ struct Run {
     lane: usize,
 }
 
-impl<E: Element> View<'_, E> {
-    /// Calls `body` on the runs of `positions`, in order.
+/// The runs of some positions. An iterator, because a closure with the kernel in it would not be inlined, and would
+/// then be compiled without the instruction set.
+struct Runs<'a, E> {
+    view: &'a View<'a, E>,
+    positions: Range<usize>,
+}
+
+impl<E: Element> Iterator for Runs<'_, E> {
+    type Item = Run;
+
     #[inline(always)]
-    fn for_runs(&self, positions: Range<usize>, mut body: impl FnMut(&Run)) {
-        let tile_len = LANES * self.head_dim;
-        let mut position = positions.start;
-        while position < positions.end {
-            let (block, offset) = (position / self.block_tokens, position % self.block_tokens);
-            let slot = self.blocks[block] as usize * self.block_tokens + offset;
-            let lane = slot % LANES;
-            let len = (LANES - lane).min(self.block_tokens - offset).min(positions.end - position);
-            let tile = (slot / LANES * self.n_kv_heads + self.kv_head) * tile_len;
-            body(&Run { position, len, tile, lane });
-            position += len;
+    fn next(&mut self) -> Option<Run> {
+        let (view, position) = (self.view, self.positions.start);
+        if position >= self.positions.end {
+            return None;
         }
+        let (block, offset) = (position / view.block_tokens, position % view.block_tokens);
+        let slot = view.blocks[block] as usize * view.block_tokens + offset;
+        let lane = slot % LANES;
+        let len = (LANES - lane).min(view.block_tokens - offset).min(self.positions.end - position);
+        let tile = (slot / LANES * view.n_kv_heads + view.kv_head) * LANES * view.head_dim;
+        self.positions.start += len;
+        Some(Run { position, len, tile, lane })
+    }
+}
+
+impl<E: Element> View<'_, E> {
+    /// The runs of `positions`, in order.
+    #[inline(always)]
+    fn runs(&self, positions: Range<usize>) -> Runs<'_, E> {
+        Runs { view: self, positions }
     }
 
     /// `scores[r][p] = queries[r] . key[p]` for `p` in `0..n_keys`: `queries` `[R, hd]`, rows of `scores` `stride` apart.
@@ -99,7 +115,7 @@ impl<E: Element> View<'_, E> {
         stride: usize,
     ) {
         let queries: [&[f32]; R] = std::array::from_fn(|r| &queries[r * self.head_dim..][..self.head_dim]);
-        self.for_runs(0..n_keys, |run| {
+        for run in self.runs(0..n_keys) {
             let (lines, _) = self.keys[run.tile..][..LANES * self.head_dim].as_chunks::<LANES>();
             let mut sums = [I::Lanes::splat(0.0); R];
             for (d, line) in lines.iter().enumerate() {
@@ -117,7 +133,7 @@ impl<E: Element> View<'_, E> {
                     _ => row[..run.len].copy_from_slice(&lanes[run.lane..][..run.len]),
                 }
             }
-        });
+        }
     }
 
     /// `out[r] += sum_p weights[r][p] * value[p]` over `positions`, in order: `out` `[R, hd]`, rows of `weights`
@@ -156,7 +172,7 @@ impl<E: Element> Weighted<'_, E> {
         let head_dim = self.view.head_dim;
         let mut sums: [I::Lanes; R] =
             std::array::from_fn(|r| I::Lanes::load(&padded(&out[r * head_dim + column..][..width])));
-        self.view.for_runs(self.positions.clone(), |run| {
+        for run in self.view.runs(self.positions.clone()) {
             let weights: [&[f32]; R] =
                 std::array::from_fn(|r| &self.weights[r * self.stride + run.position..][..run.len]);
             let values = &self.view.values[run.tile + run.lane * head_dim..][..run.len * head_dim];
@@ -166,7 +182,7 @@ impl<E: Element> Weighted<'_, E> {
                     *sum = I::Lanes::splat(weights[i]).mul_add(value, *sum);
                 }
             }
-        });
+        }
         for (r, sum) in sums.into_iter().enumerate() {
             let mut lanes = [0.0; LANES];
             sum.store(&mut lanes);
@@ -201,19 +217,14 @@ impl Rows {
         self.start + row / self.group + 1
     }
 
-    /// Cuts the rows into passes of as many as the registers hold, `body(first, n)` with `n` a power of two.
+    /// Rows of the pass that starts with row `first`: a power of two, at most what the registers hold.
     #[inline(always)]
-    pub(super) fn for_passes<I: Isa>(&self, mut body: impl FnMut(usize, usize)) {
-        let mut first = 0;
-        while first < self.n_rows {
-            let n = match self.n_rows - first {
-                8.. if I::WIDE => 8,
-                4.. => 4,
-                2.. => 2,
-                _ => 1,
-            };
-            body(first, n);
-            first += n;
+    pub(super) fn pass_len<I: Isa>(&self, first: usize) -> usize {
+        match self.n_rows - first {
+            8.. if I::WIDE => 8,
+            4.. => 4,
+            2.. => 2,
+            _ => 1,
         }
     }
 }
@@ -238,12 +249,17 @@ pub(super) fn attend<I: Isa, E: Element>(view: &View<'_, E>, rows: Rows, scratch
     scratch.scores.resize(MAX_PASS * stride, 0.0);
     scratch.out.clear();
     scratch.out.resize(rows.n_rows * view.head_dim, 0.0);
-    rows.for_passes::<I>(|first, n| match n {
-        8 => attend_pass::<I, E, 8>(view, rows, first, scratch),
-        4 => attend_pass::<I, E, 4>(view, rows, first, scratch),
-        2 => attend_pass::<I, E, 2>(view, rows, first, scratch),
-        _ => attend_pass::<I, E, 1>(view, rows, first, scratch),
-    });
+    let mut first = 0;
+    while first < rows.n_rows {
+        let n = rows.pass_len::<I>(first);
+        match n {
+            8 => attend_pass::<I, E, 8>(view, rows, first, scratch),
+            4 => attend_pass::<I, E, 4>(view, rows, first, scratch),
+            2 => attend_pass::<I, E, 2>(view, rows, first, scratch),
+            _ => attend_pass::<I, E, 1>(view, rows, first, scratch),
+        }
+        first += n;
+    }
 }
 
 #[inline(always)]
@@ -259,10 +275,11 @@ fn attend_pass<I: Isa, E: Element, const R: usize>(
     let scores = &mut scratch.scores;
     let seen_by_all = rows.n_keys(first);
     view.score::<I, R>(queries, rows.n_keys(first + R - 1), scores, stride);
-    let sums: [f32; R] = std::array::from_fn(|r| {
+    let mut sums = [0.0; R];
+    for (r, sum) in sums.iter_mut().enumerate() {
         let row = &mut scores[r * stride..][..rows.n_keys(first + r)];
-        exp_in_place::<I>(row, max(row))
-    });
+        *sum = exp_in_place::<I>(row, max(row));
+    }
     view.add_weighted::<I, R>(scores, stride, 0..seen_by_all, out);
     for (r, (out, sum)) in out.chunks_exact_mut(view.head_dim).zip(sums).enumerate() {
         // A later query's own keys go to its row alone: zero times a key that is not finite is not zero.

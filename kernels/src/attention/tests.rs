@@ -339,7 +339,7 @@ fn the_gradients_are_those_of_finite_differences() {
     };
     let fields: [fn(&mut Inputs) -> &mut Vec<f32>; 3] = [|x| &mut x.q, |x| &mut x.k, |x| &mut x.v];
     for (grad, field) in gradients(&inputs).iter().zip(fields) {
-        for i in 0..grad.len() {
+        for (i, &grad) in grad.iter().enumerate() {
             let moved = |by: f32| {
                 let mut inputs = inputs.clone();
                 field(&mut inputs)[i] += by;
@@ -347,7 +347,7 @@ fn the_gradients_are_those_of_finite_differences() {
             };
             let ((low_x, low), (high_x, high)) = (moved(-1e-3), moved(1e-3));
             let want = (high - low) / (high_x - low_x);
-            assert!((f64::from(grad[i]) - want).abs() < 1e-5, "{} {want}", grad[i]);
+            assert!((f64::from(grad) - want).abs() < 1e-5, "{grad} {want}");
         }
     }
 }
