@@ -7,8 +7,15 @@ use half::bf16;
 use proptest::prelude::{Strategy, prop_assert, prop_assert_eq, proptest};
 use proptest::sample::select;
 
-use super::{Heads, KvCache, PagedSequence, attention_op, packed_attention, paged_attention};
+use super::kernel::{LANES, Rows, Scratch};
+use super::{
+    Heads, Job, KvCache, PackedKv, PagedSequence, Table, attend_job_body, attention_op, packed_attention,
+    paged_attention,
+};
 use crate::gemm::Dtype;
+#[cfg(target_arch = "x86_64")]
+use crate::isa::{Avx2, Avx512, Level, level};
+use crate::isa::{Baseline, Isa};
 
 /// Queries, keys and values of packed sequences.
 #[derive(Clone, Debug)]
@@ -204,6 +211,40 @@ fn a_later_token_cannot_reach_an_earlier_one_even_by_nan() {
     let from = 13 * heads.query_len();
     assert_eq!(bits(&clean[..from]), bits(&broken[..from]));
     assert!(broken[from..].iter().all(|x| x.is_nan()));
+}
+
+/// One kv head of one sequence, compiled for `I`; the machine must have it.
+fn attend_as<I: Isa>(inputs: &Inputs) -> Vec<f32> {
+    let heads = inputs.heads;
+    let packed = PackedKv::new(&inputs.lengths, heads, &inputs.k, &inputs.v);
+    let table = Table { blocks: &packed.blocks, block_tokens: LANES };
+    let job = Job { cache: &packed.cache, layer: 0, kv_head: 0, table };
+    let mut scratch = Scratch::default();
+    scratch.queries.extend(inputs.q.iter().map(|x| x * heads.scale()));
+    let rows = Rows { group: heads.group(), start: 0, n_rows: inputs.lengths[0] * heads.group() };
+    attend_job_body::<I>(&job, rows, &mut scratch);
+    scratch.out
+}
+
+#[test]
+fn every_instruction_set_computes_the_formula() {
+    for (group, head_dim, length) in [(1, 16, 19), (3, 10, 33), (5, 64, 7)] {
+        let inputs = Inputs::new(Heads { n_heads: group, n_kv_heads: 1, head_dim }, &[length]);
+        let mut results = vec![attend_as::<Baseline>(&inputs)];
+        #[cfg(target_arch = "x86_64")]
+        {
+            if matches!(level(), Level::Avx2 | Level::Avx512) {
+                results.push(attend_as::<Avx2>(&inputs));
+            }
+            if level() == Level::Avx512 {
+                results.push(attend_as::<Avx512>(&inputs));
+                assert_eq!(bits(&results[2]), bits(&inputs.packed()));
+            }
+        }
+        for (got, want) in results.iter().flat_map(|got| got.iter().zip(reference(&inputs))) {
+            assert!((f64::from(*got) - want).abs() < 3e-6, "{got} {want}");
+        }
+    }
 }
 
 #[test]
