@@ -43,7 +43,7 @@ pub enum RecipeError {
         name: String,
     },
     /// An argument of `--set` is not `key=value`.
-    #[error("`--set {argument}` {reason}")]
+    #[error("`--set {}` {reason}", argument.escape_debug())]
     BadOverride {
         /// The argument.
         argument: String,
@@ -112,6 +112,12 @@ pub enum Problem {
     DuplicateKey {
         /// The key.
         key: String,
+    },
+    /// `--set` of a key inside a value that has no keys.
+    #[error("{} holds no keys that could be set", name(path))]
+    NotABlock {
+        /// The value's key, with its path.
+        path: String,
     },
     /// A recipe of the other kind.
     #[error("this is a recipe for `{command}`")]
@@ -204,6 +210,7 @@ impl Problem {
             | Self::NotFinite { .. }
             | Self::TooComplex
             | Self::DuplicateKey { .. }
+            | Self::NotABlock { .. }
             | Self::OtherCommand { .. }
             | Self::Rule(_) => {}
         }
@@ -223,6 +230,10 @@ impl Problem {
                 "a recipe is a page of YAML; write values out instead of nesting aliases".into()
             }
             Self::DuplicateKey { key } => format!("keep one `{key}`"),
+            Self::NotABlock { path } if path.is_empty() => {
+                "begin the recipe with a key, such as `model:`".into()
+            }
+            Self::NotABlock { path } => format!("set `{path}` itself"),
             Self::OtherCommand { command } => format!("run `{command}` with it, or remove this section"),
             Self::UnknownKey { path, known, elsewhere } => unknown_key_hint(path, known, elsewhere),
             Self::MissingKey { path } => format!("add {}", meaning(path)),

@@ -30,8 +30,8 @@ impl Display for Path<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Root => Ok(()),
-            Self::Key(Path::Root, key) => f.write_str(key),
-            Self::Key(parent, key) => write!(f, "{parent}.{key}"),
+            Self::Key(Path::Root, key) => key.escape_debug().fmt(f),
+            Self::Key(parent, key) => write!(f, "{parent}.{}", key.escape_debug()),
             Self::Index(parent, index) => write!(f, "{parent}[{index}]"),
         }
     }

@@ -24,6 +24,9 @@ use crate::tree::{Fault, Node, Value};
 /// The largest file that is read as a recipe.
 const MAX_BYTES: u64 = 1 << 18;
 
+/// More parts than any dotted key has.
+const MAX_STEPS: usize = 8;
+
 /// What `r3 run` needs to know, all of it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -167,6 +170,9 @@ fn load<R: Checked>(path: &Path, overrides: &[String]) -> Result<Loaded<R>, Reci
     let file = fs::File::open(path).map_err(unreadable)?;
     // A pipe or a device has no length to ask for.
     file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(unreadable)?;
+    if bytes.len() as u64 > MAX_BYTES {
+        return Err(RecipeError::TooLarge { name, max_bytes: MAX_BYTES });
+    }
     let text = String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
         let bytes = error.as_bytes();
@@ -193,10 +199,9 @@ fn parse<R: Checked>(text: &str, name: &str, overrides: &[String]) -> Result<R, 
     for (i, argument) in overrides.iter().enumerate() {
         let (path, value) = split_override(argument)?;
         let width = path.chars().count();
-        // Spaces in place of the key, so that columns are those of the argument.
-        let node = Node::parse(&format!("{:width$} {value}", ""), i + 1).map_err(invalid)?;
-        let steps: Vec<&str> = path.split('.').collect();
-        root.set(&steps, node, Spot { source: i + 1, line: 1, column: 1, width });
+        // Spaces in place of `key=`, so that columns are those of the argument.
+        let node = Node::parse(&format!("{}{value}", " ".repeat(width + 1)), i + 1).map_err(invalid)?;
+        root.set(path, node, Spot { source: i + 1, line: 1, column: 1, width }).map_err(invalid)?;
     }
     if let Some(spot) = root.find(R::OTHER.0) {
         return Err(invalid(Fault::new(Problem::OtherCommand { command: R::OTHER.1 }, Some(spot))));
@@ -219,6 +224,9 @@ fn split_override(argument: &str) -> Result<(&str, &str), RecipeError> {
     let (path, value) = argument.split_once('=').ok_or_else(|| bad("has no `=`"))?;
     if path.split('.').any(|step| step.is_empty() || step.contains(char::is_whitespace)) {
         return Err(bad("does not begin with a dotted key"));
+    }
+    if path.split('.').count() > MAX_STEPS {
+        return Err(bad("has a longer key than there is"));
     }
     Ok((path, value))
 }

@@ -59,25 +59,33 @@ impl Node {
             .map_err(|error| fault(&error, text, source))
     }
 
-    /// Puts `node` at `path`, making mappings on the way; `spot` is where the path was written.
-    pub(crate) fn set(&mut self, path: &[&str], node: Self, spot: Spot) {
-        let Some((&first, rest)) = path.split_first() else {
-            *self = node;
-            return;
-        };
-        if !matches!(self.value, Value::Map(_)) {
-            self.value = Value::Map(Vec::new());
+    /// Puts `node` at the dotted `path`, making mappings on the way; `spot` is where the path was written.
+    ///
+    /// # Errors
+    /// If there is something else than a mapping on the way.
+    pub(crate) fn set(&mut self, path: &str, node: Self, spot: Spot) -> Result<(), Fault> {
+        let mut target = self;
+        let mut passed = 0;
+        for step in path.split('.') {
+            if let Value::Null = target.value {
+                target.value = Value::Map(Vec::new());
+            }
+            let Value::Map(entries) = &mut target.value else {
+                let path = path[..passed].trim_end_matches('.').to_owned();
+                return Err(Fault::new(Problem::NotABlock { path }, Some(spot)));
+            };
+            let at = entries.iter().position(|entry| entry.key == step).unwrap_or_else(|| {
+                entries.push(Entry { key: step.into(), spot, node: Self { value: Value::Null, spot } });
+                entries.len() - 1
+            });
+            passed += step.len() + 1;
+            if passed > path.len() {
+                entries[at].spot = spot;
+            }
+            target = &mut entries[at].node;
         }
-        let Value::Map(entries) = &mut self.value else { unreachable!("made a map above") };
-        let at = entries.iter().position(|entry| entry.key == first).unwrap_or_else(|| {
-            let node = Self { value: Value::Map(Vec::new()), spot };
-            entries.push(Entry { key: first.into(), spot, node });
-            entries.len() - 1
-        });
-        if rest.is_empty() {
-            entries[at].spot = spot;
-        }
-        entries[at].node.set(rest, node, spot);
+        *target = node;
+        Ok(())
     }
 
     /// Where the value at a dotted path was written, if it was; for a mapping, where its key was.
@@ -113,7 +121,8 @@ fn fault(error: &Error, text: &str, source: usize) -> Fault {
     }
     let problem = match cause {
         Error::DuplicateMappingKey { key, .. } => {
-            Problem::DuplicateKey { key: key.clone().unwrap_or_default() }
+            let key = key.as_deref().unwrap_or_default();
+            Problem::DuplicateKey { key: key.escape_debug().to_string() }
         }
         Error::MultipleDocuments { .. } => Problem::SeveralDocuments,
         Error::NonFiniteFloat { value, .. } => Problem::NotFinite { text: value.clone() },

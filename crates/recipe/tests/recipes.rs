@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use r3_recipe::bytes::Bytes;
+use r3_recipe::error::RecipeError;
 use r3_recipe::learning::{Algorithm, Dapo, DynamicSampling, Grpo, Train};
 use r3_recipe::recipe::{Recipe, SftRecipe};
 use r3_recipe::reference;
@@ -204,6 +205,12 @@ impl Lcg {
     }
 }
 
+fn assert_printable(error: &RecipeError) {
+    for text in [error.to_string(), error.hint()] {
+        assert!(!text.is_empty() && !text.chars().any(|c| c.is_control() && c != '\n'), "{text:?}");
+    }
+}
+
 /// What YAML gives meaning to, and some of what it refuses.
 const PIECES: &[&str] = &[
     "{",
@@ -241,6 +248,7 @@ const PIECES: &[&str] = &[
     "é",
     "\u{feff}",
     "\0",
+    "\x1b",
     "🦀",
     "%YAML 1.2\n",
     "\\",
@@ -279,7 +287,7 @@ fn no_mutation_of_a_recipe_panics() {
                 good += 1;
                 assert_eq!(parse(&recipe.to_yaml()), recipe);
             }
-            Err(error) => assert!(!error.to_string().is_empty() && !error.hint().is_empty()),
+            Err(error) => assert_printable(&error),
         }
     }
     assert!(good > 100, "only {good} of 4000 are good, so little but the scanner was tried");
@@ -298,7 +306,7 @@ fn no_override_panics() {
     for _ in 0..1000 {
         let argument: String = (0..1 + lcg.below(8)).map(|_| PIECES[lcg.below(PIECES.len())]).collect();
         if let Err(error) = Recipe::load(&path, &[argument]) {
-            assert!(!error.to_string().is_empty() && !error.hint().is_empty());
+            assert_printable(&error);
         }
     }
 }

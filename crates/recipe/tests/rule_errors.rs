@@ -341,3 +341,28 @@ fn an_override_of_another_variant_is_refused() {
     hint: keep one; on the command line, `--set 'algorithm={grpo: {}}'` replaces the block
     ");
 }
+
+#[test]
+fn an_override_inside_a_word_is_refused() {
+    assert_snapshot!(set(&["router_replay.mode=r3", "router_replay.mode.layers=2"]), @"
+    error: `router_replay.mode` holds no keys that could be set
+     --> --set:1:1
+      |
+    1 | router_replay.mode.layers=2
+      | ^^^^^^^^^^^^^^^^^^^^^^^^^
+
+    hint: set `router_replay.mode` itself
+    ");
+}
+
+#[test]
+fn an_override_of_endless_depth_is_refused() {
+    let report = set(&[&format!("{}a=1", "a.".repeat(100_000))]);
+    assert!(report.contains("has a longer key than there is"));
+}
+
+#[test]
+fn an_override_of_an_endless_key_is_refused() {
+    let report = set(&[&format!("{}=1", "a".repeat(100_000))]);
+    assert!(report.starts_with("error: unknown key `aaa"));
+}

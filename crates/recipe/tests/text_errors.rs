@@ -126,6 +126,11 @@ fn a_huge_file_is_refused() {
 }
 
 #[test]
+fn a_huge_file_that_is_cut_inside_a_character_is_still_too_large() {
+    assert!(file("é".repeat(1 << 18).as_bytes()).contains("is longer than"));
+}
+
+#[test]
 fn a_file_of_nothing_is_refused() {
     assert_snapshot!(file(b""), @"
     error: the recipe x.yaml is empty
