@@ -298,7 +298,9 @@ mod tests {
         let first = kv.publish(None, &TOKENS[..2], block);
         kv.release(block);
         assert_eq!(kv.allocate(), Some(block));
-        assert_eq!(kv.publish(first, &TOKENS[2..4], block), None);
+        assert_eq!(kv.publish(first, &TOKENS[2..4], block), None, "it was evicted");
+        assert!(kv.publish(None, &TOKENS[2..4], block).is_some());
+        assert_eq!(kv.publish(first, &TOKENS[2..4], block), None, "its block is another prefix now");
     }
 
     #[test]

@@ -15,18 +15,12 @@ impl Scheduler {
         assert!(!self.is_in_tick, "the last tick was not advanced");
         self.plan.clear();
         self.forks.clear();
-        loop {
-            let budget = self.share_budget();
-            let has_preempted = self.secure_blocks();
-            // Who was just preempted would come straight back for the blocks that were missing.
-            if !has_preempted {
-                self.admit(budget);
-            }
-            // Every grant may have gone to the preempted; then fewer run, and they get another turn.
-            if !has_preempted || self.running.iter().any(|running| running.granted > 0) {
-                break;
-            }
+        let mut budget = self.share_budget();
+        // Every grant may have gone to sequences that are preempted now. The others then get another turn.
+        while self.secure_blocks() && self.running.iter().all(|running| running.granted == 0) {
+            budget = self.share_budget();
         }
+        self.admit(budget);
         self.write_rows();
         self.sample_and_fork();
         self.is_in_tick = !self.plan.chunks.is_empty();
@@ -449,18 +443,70 @@ mod tests {
         assert_eq!(tick(&mut scheduler), [(1, 4, 5)], "its second block was evicted, its first is a hit");
         assert_eq!(scheduler.sequence(SequenceId(1)).position, 10);
         assert_eq!(scheduler.stats().n_preemptions, 1);
+        assert_eq!(scheduler.get(SequenceId(1)).cached_tokens, 0, "it had computed that prompt itself");
     }
 
     #[test]
-    fn a_preempted_decode_leaves_its_turn_to_the_older_prefill() {
-        let config = SchedulerConfig { n_blocks: 4, max_batch_tokens: 1, prefix_cache: false, ..CONFIG };
-        let mut scheduler = scheduler(config);
-        scheduler.submit(&request(10, 1, 16)).unwrap();
-        scheduler.submit(&request(20, 1, 16)).unwrap();
-        while scheduler.has_work() {
-            assert_eq!(tick(&mut scheduler).len(), 1);
+    fn the_preempted_waits_before_all_others_and_nobody_passes_it() {
+        let mut scheduler = scheduler(SchedulerConfig { n_blocks: 6, prefix_cache: false, ..CONFIG });
+        scheduler.submit(&request(10, 8, 9)).unwrap();
+        tick(&mut scheduler);
+        scheduler.submit(&request(20, 8, 9)).unwrap();
+        tick(&mut scheduler);
+        tick(&mut scheduler);
+        assert_eq!(scheduler.stats().n_held_blocks, 5);
+        let taken = scheduler.kv.allocate();
+        scheduler.submit(&request(30, 1, 1)).unwrap();
+        assert!(scheduler.plan());
+        assert_eq!(
+            scheduler.tick_plan().chunks.len(),
+            1,
+            "1 lacks a block and yields two, but 2 does not start"
+        );
+        assert_eq!(scheduler.waiting, [1, 2].map(SequenceId));
+        scheduler.kv.release(taken.unwrap());
+    }
+
+    #[test]
+    fn a_newcomer_leaves_a_block_for_everyone_who_runs() {
+        for (n_blocks, n_running) in [(2, 1), (3, 2)] {
+            let mut scheduler = scheduler(SchedulerConfig { n_blocks, ..CONFIG });
+            scheduler.submit(&request(10, 4, 4)).unwrap();
+            scheduler.submit(&request(20, 4, 4)).unwrap();
+            tick(&mut scheduler);
+            assert_eq!(scheduler.n_running(), n_running, "{n_blocks} blocks");
         }
-        assert_eq!(scheduler.finished.iter().map(|finished| finished.sequence.0).collect::<Vec<_>>(), [0, 1]);
+        for (n_blocks, n_running) in [(3, 1), (4, 2)] {
+            let mut scheduler = scheduler(SchedulerConfig { n_blocks, ..CONFIG });
+            scheduler.submit_group(&request(10, 6, 4), 2).unwrap();
+            tick(&mut scheduler);
+            assert_eq!(scheduler.n_running(), n_running, "{n_blocks} blocks, of which a fork needs one");
+        }
+    }
+
+    #[test]
+    fn a_fork_counts_as_cached_what_its_leader_found_in_the_cache() {
+        let mut scheduler = scheduler(CONFIG);
+        for cached_tokens in [0, 4] {
+            scheduler.submit_group(&request(10, 6, 1), 3).unwrap();
+            tick(&mut scheduler);
+            let ends = std::iter::from_fn(|| scheduler.take_finished());
+            assert_eq!(ends.map(|end| end.cached_tokens).collect::<Vec<_>>(), [cached_tokens; 3]);
+        }
+    }
+
+    #[test]
+    fn a_tick_whose_every_grant_was_preempted_is_shared_out_again() {
+        let mut scheduler = scheduler(SchedulerConfig { max_batch_tokens: 5, ..CONFIG });
+        scheduler.submit(&request(10, 12, 1)).unwrap();
+        scheduler.submit(&request(20, 4, 9)).unwrap();
+        // The older comes late, as a group member does that had no place.
+        scheduler.waiting.swap(0, 1);
+        assert_eq!(tick(&mut scheduler), [(0, 0, 1), (1, 0, 4)]);
+        while scheduler.kv.allocate().is_some() {}
+        scheduler.config.max_batch_tokens = 1;
+        assert!(scheduler.plan(), "1 takes the budget, lacks a block and yields; 0 goes on");
+        assert_eq!(scheduler.tick_plan().chunks[0].sequence, SequenceId(0));
     }
 
     #[test]

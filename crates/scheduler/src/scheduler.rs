@@ -278,13 +278,13 @@ impl Scheduler {
         is_known
     }
 
-    /// Takes all requests back, oldest first.
-    ///
-    /// # Panics
-    /// Inside a tick.
+    /// Takes all requests back, oldest first. Inside a tick, as after a forward that failed, it also gives up the tick:
+    /// nothing that was planned counts as computed.
     pub fn abort_all(&mut self) {
+        self.is_in_tick = false;
+        self.plan.clear();
         while let Some((&id, _)) = self.sequences.first_key_value() {
-            self.abort(id);
+            self.finish(id, FinishReason::Abort);
         }
     }
 

@@ -197,6 +197,8 @@ impl Sequence {
     }
 
     pub(crate) fn finish(self, finish: FinishReason) -> Finished {
+        // The last token of a prompt that was computed for its own sake is the only last token with a row.
+        let max_rows = self.tokens.len() - usize::from(finish == FinishReason::Abort);
         Finished {
             sequence: self.id,
             group: self.group,
@@ -205,7 +207,7 @@ impl Sequence {
             prompt_tokens: self.prompt_tokens,
             rollout_logprobs: self.rollout_logprobs,
             versions: self.versions,
-            routes: self.trace.map(Trace::into_rows),
+            routes: self.trace.map(|trace| trace.into_rows(max_rows)),
             prompt_logprobs: self.prompt_logprobs,
             finish,
             cached_tokens: self.cached_tokens,

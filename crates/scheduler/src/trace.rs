@@ -43,8 +43,15 @@ impl Trace {
         *self = Self::new(self.view().dims());
     }
 
-    pub(crate) fn into_rows(self) -> RouteRows {
-        self.rows
+    /// The first `max_rows` rows; more there are only if a tick was given up after its routes were recorded.
+    pub(crate) fn into_rows(self, max_rows: usize) -> RouteRows {
+        if self.rows() <= max_rows {
+            return self.rows;
+        }
+        let dims = self.view().dims();
+        let mut rows = RouteRows::with_capacity(dims, max_rows);
+        rows.append(&self.view().bytes()[..max_rows * dims.row_bytes()]);
+        rows
     }
 }
 
@@ -70,6 +77,17 @@ mod tests {
         trace.extend(0, &[3, 0]);
         trace.extend(1, &[]);
         assert_eq!(trace.view().bytes(), [0, 1, 2, 3, 1, 2]);
+    }
+
+    #[test]
+    fn a_finished_trace_has_no_row_too_many() {
+        let trace = || {
+            let mut trace = Trace::new(DIMS);
+            trace.extend(0, &[0, 1, 2, 3]);
+            trace
+        };
+        assert_eq!(trace().into_rows(1).view().bytes(), [0, 1]);
+        assert_eq!(trace().into_rows(5).view().bytes(), [0, 1, 2, 3]);
     }
 
     #[test]

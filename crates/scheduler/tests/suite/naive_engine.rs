@@ -90,6 +90,18 @@ impl NaiveEngine {
         true
     }
 
+    /// A tick whose forward fails, or whatever comes after it: everything is taken back.
+    pub(crate) fn failing_tick(&mut self, is_recorded: bool) {
+        if self.scheduler.plan() && is_recorded {
+            let hashes = self.forward();
+            self.scheduler.record(|row, out| out.copy_from_slice(&route_of(hashes[row])));
+        }
+        self.scheduler.abort_all();
+        self.scheduler.check();
+        self.collect();
+        self.assert_empty();
+    }
+
     /// Ticks until nothing is left. The bound is generous: each tick computes a token of the oldest.
     pub(crate) fn drain(&mut self) {
         for _ in 0..100_000 {

@@ -22,6 +22,9 @@ enum Op {
         prompt_logprobs: bool,
     },
     Tick(usize),
+    FailingTick {
+        is_recorded: bool,
+    },
     Abort(usize),
     /// A refit around what was preempted: it is still waiting when everything else is taken back.
     FlushPreempted,
@@ -41,6 +44,7 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
     let op = prop_oneof![
         8 => submit,
         10 => (1..6usize).prop_map(Op::Tick),
+        1 => any::<bool>().prop_map(|is_recorded| Op::FailingTick { is_recorded }),
         2 => any::<usize>().prop_map(Op::Abort),
         2 => Just(Op::FlushPreempted),
         1 => Just(Op::DrainAndFlush),
@@ -79,6 +83,7 @@ fn run(config: SchedulerConfig, ops: &[Op]) -> NaiveEngine {
                     engine.tick();
                 }
             }
+            Op::FailingTick { is_recorded } => engine.failing_tick(*is_recorded),
             Op::Abort(at) if !submitted.is_empty() => engine.abort(submitted[at % submitted.len()]),
             Op::Abort(_) => {}
             Op::FlushPreempted => {
