@@ -47,6 +47,7 @@ impl Experts {
     #[must_use]
     pub fn pack(gate_up: &[f32], down: &[f32], dims: ExpertDims, dtype: Dtype) -> Self {
         let ExpertDims { n_experts, width, inter } = dims;
+        assert!(n_experts > 0 && width > 0 && inter > 0, "experts have no dimension of 0: {dims:?}");
         assert_eq!(gate_up.len(), n_experts * 2 * inter * width, "gate_up is [E, 2 I, D]");
         assert_eq!(down.len(), n_experts * width * inter, "down is [E, D, I]");
         let pack =
@@ -201,7 +202,7 @@ impl ExpertScratch {
         self.dispatch.fill(choice);
         grow(&mut self.out, choice.ids().len() * width);
         self.workers.resize_with(rayon::current_num_threads().max(self.workers.len()), Mutex::default);
-        let n_rows = self.dispatch.segments().iter().map(|segment| segment.rows.len()).max().unwrap_or(0);
+        let n_rows = choice.n_tokens().min(Dispatch::MAX_ROWS);
         for worker in &mut self.workers {
             let worker = worker.get_mut().unwrap_or_else(PoisonError::into_inner);
             grow(&mut worker.rows, n_rows * width.max(inter));

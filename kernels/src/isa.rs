@@ -28,7 +28,10 @@
 //! Bits may differ between instruction sets, never between two calls on one machine.
 
 /// An instruction set, as a type. Its methods may only run where [`level`] says it exists: [`multiversion!`] sees
-/// to that, nothing else names an implementer.
+/// to that; tests that name an implementer ask [`level`] first.
+///
+/// Methods of implementers call intrinsics straight, not from closures: those would not always be inlined into the
+/// function that has the instruction set, and then run a hundred times slower.
 pub(crate) trait Isa: Copy {
     /// Sixteen f32 in registers.
     type Lanes: Lanes;
@@ -270,40 +273,45 @@ mod x86 {
         fn load(from: &[f32; 16]) -> Self {
             let (halves, _) = from.as_chunks::<8>();
             // SAFETY: AVX2 exists, and each half covers the 32 bytes read.
-            std::array::from_fn(|i| unsafe { _mm256_loadu_ps(halves[i].as_ptr()) })
+            [unsafe { _mm256_loadu_ps(halves[0].as_ptr()) }, unsafe { _mm256_loadu_ps(halves[1].as_ptr()) }]
         }
 
         #[inline(always)]
         fn store(self, to: &mut [f32; 16]) {
             let (halves, _) = to.as_chunks_mut::<8>();
-            for (to, half) in halves.iter_mut().zip(self) {
-                // SAFETY: AVX2 exists, and each half covers the 32 bytes written.
-                unsafe { _mm256_storeu_ps(to.as_mut_ptr(), half) };
-            }
+            // SAFETY: AVX2 exists, and each half covers the 32 bytes written.
+            unsafe { _mm256_storeu_ps(halves[0].as_mut_ptr(), self[0]) };
+            // SAFETY: as above.
+            unsafe { _mm256_storeu_ps(halves[1].as_mut_ptr(), self[1]) };
         }
 
         #[inline(always)]
         fn mul_add(self, b: Self, c: Self) -> Self {
             // SAFETY: AVX2 and FMA exist where this runs.
-            std::array::from_fn(|i| unsafe { _mm256_fmadd_ps(self[i], b[i], c[i]) })
+            [unsafe { _mm256_fmadd_ps(self[0], b[0], c[0]) }, unsafe { _mm256_fmadd_ps(self[1], b[1], c[1]) }]
         }
 
         #[inline(always)]
         fn widen(pairs: &[u32; 16]) -> (Self, Self) {
             let (halves, _) = pairs.as_chunks::<8>();
-            // SAFETY: AVX2 exists, and each half covers the 32 bytes read.
-            let pairs: [_; 2] =
-                std::array::from_fn(|i| unsafe { _mm256_loadu_si256(halves[i].as_ptr().cast()) });
-            // SAFETY: AVX2 exists where this runs.
-            let mask = unsafe { _mm256_set1_epi32(-0x1_0000) };
-            // SAFETY: as above.
-            let low = pairs.map(|pair| unsafe { _mm256_slli_epi32::<16>(pair) });
-            // SAFETY: as above.
-            let high = pairs.map(|pair| unsafe { _mm256_and_si256(pair, mask) });
-            // SAFETY: as above.
-            let cast = |half| unsafe { _mm256_castsi256_ps(half) };
-            (low.map(cast), high.map(cast))
+            let ((low_0, high_0), (low_1, high_1)) = (widen_half(&halves[0]), widen_half(&halves[1]));
+            ([low_0, low_1], [high_0, high_1])
         }
+    }
+
+    /// Eight pairs of bf16, widened.
+    #[inline(always)]
+    fn widen_half(pairs: &[u32; 8]) -> (__m256, __m256) {
+        // SAFETY: only `Avx2` calls this, so AVX2 exists, and the reference covers the 32 bytes read.
+        let pairs = unsafe { _mm256_loadu_si256(pairs.as_ptr().cast()) };
+        // SAFETY: AVX2 exists where this runs.
+        let low = unsafe { _mm256_slli_epi32::<16>(pairs) };
+        // SAFETY: as above.
+        let mask = unsafe { _mm256_set1_epi32(-0x1_0000) };
+        // SAFETY: as above.
+        let high = unsafe { _mm256_and_si256(pairs, mask) };
+        // SAFETY: as above.
+        (unsafe { _mm256_castsi256_ps(low) }, unsafe { _mm256_castsi256_ps(high) })
     }
 }
 

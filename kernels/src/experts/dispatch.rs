@@ -30,7 +30,7 @@ pub(super) struct Segment {
 
 impl Dispatch {
     /// Rows of a segment at most: what stays in the second-level cache between the expert's two products.
-    const MAX_ROWS: usize = 64;
+    pub(super) const MAX_ROWS: usize = 64;
 
     /// Sorts `choice`, reusing the buffers.
     pub(super) fn fill(&mut self, choice: &Choice) {
@@ -61,6 +61,8 @@ impl Dispatch {
 
     fn cut(&mut self) {
         self.segments.clear();
+        // What the worst routing of such a batch takes, so that later ones do not allocate.
+        self.segments.reserve(self.n_experts() + self.n_rows() / Self::MAX_ROWS);
         for expert in 0..self.n_experts() {
             let rows = self.expert_rows(expert);
             for start in rows.clone().step_by(Self::MAX_ROWS) {

@@ -14,7 +14,7 @@ pub(super) const TILE_ROWS: usize = 8;
 const TILE_PANELS: usize = 3;
 /// Rows that make too few chains to hide the latency of an addition; they take [`MANY_PANELS`] at once instead.
 const FEW_ROWS: usize = 2;
-/// Panels of a register tile of one row.
+/// Panels of a register tile of one row; half of it where registers are few.
 const MANY_PANELS: usize = 8;
 
 /// The 16 words of a panel at one depth, aligned so that no load straddles two cache lines.
@@ -110,10 +110,17 @@ pub(super) fn strip_panels(n_rows: usize) -> usize {
 fn run<D: Dot>(job: &Job<'_, D::Word>, tile: &Tile) {
     let Tile { rows, panels } = tile.clone();
     let mut panel = panels.start;
-    if rows.len() <= FEW_ROWS && D::WIDE {
-        while panel + MANY_PANELS <= panels.end {
-            rows.clone().for_each(|row| register_tile::<D, 1, MANY_PANELS>(job, row, panel));
-            panel += MANY_PANELS;
+    if rows.len() <= FEW_ROWS {
+        let many = if D::WIDE { MANY_PANELS } else { MANY_PANELS / 2 };
+        while panel + many <= panels.end {
+            for row in rows.clone() {
+                if D::WIDE {
+                    register_tile::<D, 1, MANY_PANELS>(job, row, panel);
+                } else {
+                    register_tile::<D, 1, { MANY_PANELS / 2 }>(job, row, panel);
+                }
+            }
+            panel += many;
         }
     }
     while panel < panels.end {
@@ -156,9 +163,11 @@ fn narrow_strip<D: Dot>(job: &Job<'_, D::Word>, rows: Range<usize>, panel: usize
         register_tile::<D, 4, 1>(job, row, panel);
         row += 4;
     }
-    while row < rows.end {
-        register_tile::<D, 1, 1>(job, row, panel);
-        row += 1;
+    match rows.end - row {
+        0 => {}
+        1 => register_tile::<D, 1, 1>(job, row, panel),
+        2 => register_tile::<D, 2, 1>(job, row, panel),
+        _ => register_tile::<D, 3, 1>(job, row, panel),
     }
     1
 }
@@ -176,7 +185,11 @@ fn register_tile<D: Dot, const ROWS: usize, const PANELS: usize>(
         std::array::from_fn(|p| &job.lines[(panel + p) * depth..][..depth]);
     let mut sums = [[D::zero(); PANELS]; ROWS];
     for k in 0..depth {
-        let weights: [D::Weights; PANELS] = std::array::from_fn(|p| D::weights(&lines[p][k].0));
+        // A loop, not `array::from_fn`: a closure over vectors is not always inlined; see `Isa`.
+        let mut weights = [D::weights(&lines[0][k].0); PANELS];
+        for p in 1..PANELS {
+            weights[p] = D::weights(&lines[p][k].0);
+        }
         for r in 0..ROWS {
             let activation = D::activation(x[r][k]);
             for p in 0..PANELS {
