@@ -1,0 +1,476 @@
+//! From complete groups of rollouts to one packed, ragged step.
+//!
+//! A batch borrows its rollouts, so routes stay where the rollout engine wrote them until a micro-batch runs.
+
+use std::ops::Range;
+
+use r3_core::ids::{GroupId, PolicyVersion};
+use r3_core::rollout::{Reward, RolloutView};
+use r3_core::routes::RouteDims;
+use r3_recipe::learning::Algorithm;
+
+use crate::advantage::{Signal, advantages, signal};
+use crate::batch_stats::{BatchCounter, BatchStats, overlong};
+use crate::contract::{ordered_samples, refuse_repeated_groups};
+use crate::error::TrainError;
+use crate::objective::Objective;
+
+/// What the trainer does with the routes of a rollout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RoutesUse {
+    /// The trainer takes the experts that the rollout took (R3).
+    Replay,
+    /// The trainer chooses freely, and counts where it differs from the rollout.
+    Diagnose,
+    /// Nobody looks at routes; rollouts need none.
+    None,
+}
+
+/// How a batch is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Optimiser steps to make of one batch; at least 1.
+    pub mini_steps: usize,
+    /// Inputs a forward may take at once; a longer sequence runs alone.
+    pub micro_batch_tokens: usize,
+    /// What routes are for.
+    pub routes: RoutesUse,
+}
+
+/// A rollout and what was thought of it.
+#[derive(Clone, Copy, Debug)]
+pub struct Sample<'a> {
+    /// The rollout.
+    pub rollout: RolloutView<'a>,
+    /// What its task said.
+    pub reward: Reward,
+    /// `[N]`: 0 for sampled tokens that are not trained on; `None` trains on all.
+    pub mask: Option<&'a [u8]>,
+}
+
+/// All rollouts of one prompt.
+#[derive(Clone, Debug)]
+pub struct Group<'a> {
+    /// Which group.
+    pub id: GroupId,
+    /// Its rollouts, in any order.
+    pub samples: Vec<Sample<'a>>,
+}
+
+/// A rollout that will be trained on.
+#[derive(Clone, Copy, Debug)]
+pub struct Sequence<'a> {
+    /// The rollout and its mask.
+    pub sample: Sample<'a>,
+    /// Its advantage, finite.
+    pub advantage: f32,
+    /// Tokens trained on, at least 1.
+    pub n_trained: usize,
+}
+
+impl Sequence<'_> {
+    /// Tokens fed to the model: all but the last.
+    #[must_use]
+    pub fn n_inputs(&self) -> usize {
+        self.sample.rollout.tokens.len() - 1
+    }
+}
+
+/// One optimiser step: its micro-batches and the denominators of its loss.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MiniStep {
+    /// Ranges of [`Batch::sequences`], in order.
+    pub micro_batches: Vec<Range<usize>>,
+    /// Tokens trained on.
+    pub n_trained: usize,
+    /// Rollouts trained on.
+    pub n_sequences: usize,
+}
+
+/// One packed training batch.
+#[derive(Clone, Debug)]
+pub struct Batch<'a> {
+    sequences: Vec<Sequence<'a>>,
+    mini_steps: Vec<MiniStep>,
+    routes: RoutesUse,
+    stats: BatchStats,
+}
+
+impl<'a> Batch<'a> {
+    /// Packs complete groups for training.
+    ///
+    /// Sequences are ordered by (group, index), so the order of arrival never matters. Groups without signal
+    /// are left out, of denominators too, and counted: they have no gradient, and DAPO's dynamic sampling
+    /// (arXiv 2503.14476) shows that counting them only shrinks the others'. Signal is judged on rewards
+    /// before the overlong punishment. The remaining groups are spread over `limits.mini_steps` optimiser
+    /// steps in order, as evenly as they go (the first take one more), over fewer steps where there are fewer
+    /// groups; none make no step.
+    ///
+    /// # Errors
+    /// If a rollout breaks its contract, came twice, or lacks routes that `limits.routes` needs; group and
+    /// index are named.
+    pub fn pack(groups: &[Group<'a>], algorithm: &Algorithm, limits: Limits) -> Result<Self, TrainError> {
+        let objective = &Objective::from(algorithm);
+        let routes = limits.routes;
+        refuse_repeated_groups(groups)?;
+        let mut order: Vec<&Group<'a>> = groups.iter().collect();
+        order.sort_by_key(|group| group.id);
+        let mut kept = Vec::new();
+        let mut counter = BatchCounter::default();
+        for group in order {
+            let samples = ordered_samples(group, routes)?;
+            counter.add_group(&samples, objective);
+            match weigh(&samples, objective) {
+                (Signal::Mixed, sequences) if !sequences.is_empty() => kept.push(sequences),
+                (Signal::Equal, _) => counter.stats.n_groups_equal += 1,
+                (Signal::TooFew | Signal::Mixed, _) => counter.stats.n_groups_too_few += 1,
+            }
+        }
+        let mut batch =
+            Self { sequences: Vec::new(), mini_steps: Vec::new(), routes, stats: counter.finish() };
+        batch.cut(kept, limits);
+        batch.refuse_mixed_routes()?;
+        Ok(batch)
+    }
+
+    /// The rollouts that will be trained on, by (group, index).
+    #[must_use]
+    pub fn sequences(&self) -> &[Sequence<'a>] {
+        &self.sequences
+    }
+
+    /// The optimiser steps, in order; together their micro-batches hold every sequence once.
+    #[must_use]
+    pub fn mini_steps(&self) -> &[MiniStep] {
+        &self.mini_steps
+    }
+
+    /// What the trainer does with the routes.
+    #[must_use]
+    pub fn routes(&self) -> RoutesUse {
+        self.routes
+    }
+
+    /// Shape of the routes, if the batch carries any.
+    #[must_use]
+    pub fn route_dims(&self) -> Option<RouteDims> {
+        if self.routes == RoutesUse::None {
+            return None;
+        }
+        self.sequences.first().and_then(|sequence| sequence.sample.rollout.routes).map(|routes| routes.dims())
+    }
+
+    /// What the groups looked like.
+    #[must_use]
+    pub fn stats(&self) -> &BatchStats {
+        &self.stats
+    }
+
+    /// Mean and maximum staleness of the sequences at trainer version `version`, in optimiser steps.
+    #[must_use]
+    pub fn staleness(&self, version: PolicyVersion) -> (f64, u64) {
+        let stale = |sequence: &Sequence<'_>| {
+            sequence.sample.rollout.oldest_version().map_or(0, |oldest| version.staleness(oldest))
+        };
+        let sum: u64 = self.sequences.iter().map(stale).sum();
+        let max = self.sequences.iter().map(stale).max().unwrap_or(0);
+        (sum as f64 / self.sequences.len().max(1) as f64, max)
+    }
+
+    /// All routes have one shape, or a micro-batch could not hold them.
+    fn refuse_mixed_routes(&self) -> Result<(), TrainError> {
+        let Some(expected) = self.route_dims() else { return Ok(()) };
+        for Sequence { sample: Sample { rollout, .. }, .. } in &self.sequences {
+            let RolloutView { group, index, routes: Some(view), .. } = *rollout else { continue };
+            if view.dims() != expected {
+                return Err(TrainError::RouteShape { group, index, dims: view.dims(), expected });
+            }
+        }
+        Ok(())
+    }
+
+    /// Cuts groups into mini-steps and those into micro-batches.
+    fn cut(&mut self, groups: Vec<Vec<Sequence<'a>>>, limits: Limits) {
+        let n_steps = limits.mini_steps.max(1).min(groups.len());
+        let n_groups = groups.len();
+        let mut groups = groups.into_iter();
+        for step in 0..n_steps {
+            let start = self.sequences.len();
+            let n_here = n_groups / n_steps + usize::from(step < n_groups % n_steps);
+            self.sequences.extend(groups.by_ref().take(n_here).flatten());
+            let sequences = &self.sequences[start..];
+            let n_trained = sequences.iter().map(|sequence| sequence.n_trained).sum();
+            self.stats.n_trained += n_trained;
+            self.stats.n_inputs += sequences.iter().map(Sequence::n_inputs).sum::<usize>();
+            let inputs = sequences.iter().map(Sequence::n_inputs);
+            let micro_batches = micro_batches(start, inputs, limits.micro_batch_tokens);
+            self.mini_steps.push(MiniStep {
+                micro_batches,
+                n_trained,
+                n_sequences: self.sequences.len() - start,
+            });
+        }
+    }
+}
+
+/// Ranges of consecutive sequences whose inputs fit `budget`, from index `start`; a longer one is alone.
+pub(crate) fn micro_batches(
+    start: usize,
+    n_inputs: impl Iterator<Item = usize>,
+    budget: usize,
+) -> Vec<Range<usize>> {
+    let mut ranges: Vec<Range<usize>> = Vec::new();
+    let mut filled = 0;
+    for (at, inputs) in n_inputs.enumerate() {
+        let at = start + at;
+        match ranges.last_mut() {
+            Some(open) if filled + inputs <= budget => {
+                open.end = at + 1;
+                filled += inputs;
+            }
+            _ => {
+                ranges.push(at..at + 1);
+                filled = inputs;
+            }
+        }
+    }
+    ranges
+}
+
+/// The sequences of one group that are worth a forward, with their advantages.
+fn weigh<'a>(samples: &[Sample<'a>], objective: &Objective) -> (Signal, Vec<Sequence<'a>>) {
+    let task: Vec<_> = samples.iter().map(|sample| sample.reward.score().map(f64::from)).collect();
+    let judged = signal(&task);
+    if judged != Signal::Mixed {
+        return (judged, Vec::new());
+    }
+    let shaped: Vec<_> = samples
+        .iter()
+        .zip(&task)
+        .map(|(sample, reward)| reward.map(|reward| reward + overlong(sample, objective)))
+        .collect();
+    let group = advantages(&shaped, objective.normalise_std);
+    let sequences = samples.iter().zip(group.advantages).filter_map(|(sample, advantage)| {
+        let n_sampled = sample.rollout.completion().len();
+        let n_trained = sample.mask.map_or(n_sampled, |mask| mask.iter().filter(|&&kept| kept != 0).count());
+        let advantage = advantage? as f32;
+        (n_trained > 0).then_some(Sequence { sample: *sample, advantage, n_trained })
+    });
+    (group.signal, sequences.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use r3_recipe::learning::{Dapo, Grpo, Overlong};
+
+    use super::*;
+    use crate::fixtures::{OwnedRollout, with_groups};
+    use crate::micro_batch::MicroBatch;
+
+    const DIMS: RouteDims = RouteDims { n_layers: 2, top_k: 2, n_experts: 5 };
+
+    fn limits(mini_steps: usize, micro_batch_tokens: usize, routes: RoutesUse) -> Limits {
+        Limits { mini_steps, micro_batch_tokens, routes }
+    }
+
+    fn dapo() -> Algorithm {
+        Algorithm::Dapo(Dapo::default())
+    }
+
+    fn packed<R>(rollouts: &[OwnedRollout], limits: Limits, inspect: impl FnOnce(Batch<'_>) -> R) -> R {
+        with_groups(rollouts, |groups| inspect(Batch::pack(groups, &dapo(), limits).unwrap()))
+    }
+
+    fn order(batch: &Batch<'_>) -> Vec<(u64, u32)> {
+        let id = |sequence: &Sequence<'_>| (sequence.sample.rollout.group.0, sequence.sample.rollout.index);
+        batch.sequences().iter().map(id).collect()
+    }
+
+    /// Group 1 teaches, group 2 does not, group 3 teaches with one failed reward.
+    fn three_groups() -> Vec<OwnedRollout> {
+        let mut failed = OwnedRollout::new(3, 1, (2, 2), 0.0);
+        failed.reward = Reward::Failed;
+        vec![
+            OwnedRollout::new(3, 2, (2, 2), 1.0),
+            OwnedRollout::new(1, 1, (3, 2), 0.0),
+            OwnedRollout::new(2, 0, (2, 4), 1.0),
+            failed,
+            OwnedRollout::new(1, 0, (3, 3), 1.0),
+            OwnedRollout::new(2, 1, (2, 1), 1.0),
+            OwnedRollout::new(3, 0, (2, 1), 0.0),
+        ]
+    }
+
+    #[test]
+    fn groups_without_signal_leave_the_batch_and_its_denominators() {
+        packed(&three_groups(), limits(1, 100, RoutesUse::None), |batch| {
+            assert_eq!(order(&batch), [(1, 0), (1, 1), (3, 0), (3, 2)]);
+            let [mini] = batch.mini_steps() else { panic!("one mini-step") };
+            assert_eq!((mini.n_trained, mini.n_sequences), (3 + 2 + 1 + 2, 4));
+            let stats = batch.stats();
+            assert_eq!((stats.n_groups, stats.n_groups_equal, stats.n_groups_too_few), (3, 1, 0));
+            assert_eq!((stats.n_rollouts, stats.n_rewards_failed), (7, 1));
+            assert_eq!((stats.n_inputs, stats.n_trained), (5 + 4 + 2 + 3, 8));
+            assert!((stats.reward_mean - 4.0 / 6.0).abs() < 1e-12);
+        });
+    }
+
+    #[test]
+    fn mini_steps_share_the_groups_in_order() {
+        let rollouts: Vec<_> = (0..5)
+            .flat_map(|group| {
+                [OwnedRollout::new(group, 0, (1, 2), 1.0), OwnedRollout::new(group, 1, (1, 2), 0.0)]
+            })
+            .collect();
+        let sizes = |mini_steps| {
+            packed(&rollouts, limits(mini_steps, 100, RoutesUse::None), |batch| {
+                batch.mini_steps().iter().map(|mini| mini.n_sequences / 2).collect::<Vec<_>>()
+            })
+        };
+        assert_eq!(sizes(2), [3, 2]);
+        assert_eq!(sizes(5), [1; 5]);
+        assert_eq!(sizes(9), [1; 5], "fewer groups than mini-steps make fewer mini-steps");
+    }
+
+    #[test]
+    fn nothing_to_learn_makes_no_step() {
+        let equal = [OwnedRollout::new(0, 0, (1, 1), 1.0), OwnedRollout::new(0, 1, (1, 1), 1.0)];
+        packed(&equal, limits(2, 100, RoutesUse::None), |batch| assert!(batch.mini_steps().is_empty()));
+        packed(&[], limits(2, 100, RoutesUse::None), |batch| assert_eq!(batch.stats().n_groups, 0));
+    }
+
+    #[test]
+    fn the_overlong_punishment_moves_advantages_but_not_signal() {
+        let overlong = Overlong { max_tokens: 4, cache_tokens: 2, factor: 1.0 };
+        let algorithm = Algorithm::Dapo(Dapo { overlong: Some(overlong), ..Dapo::default() });
+        let pair = |group, rewards: [f32; 2]| {
+            [OwnedRollout::new(group, 0, (1, 4), rewards[0]), OwnedRollout::new(group, 1, (1, 2), rewards[1])]
+        };
+        // Group 0: shaped rewards are -1 and 1, a difference of 2. Group 1: equal before shaping, so left
+        // out.
+        with_groups(&[pair(0, [0.0, 1.0]), pair(1, [1.0, 1.0])].concat(), |groups| {
+            let batch = Batch::pack(groups, &algorithm, limits(1, 100, RoutesUse::None)).unwrap();
+            assert_eq!(order(&batch), [(0, 0), (0, 1)]);
+            assert!((batch.sequences()[1].advantage - 1.0 / 2.0_f32.sqrt()).abs() < 1e-5);
+            assert_eq!(batch.stats().overlong_mean, -0.5);
+        });
+    }
+
+    #[test]
+    fn dr_grpo_keeps_the_scale_of_rewards() {
+        let rollouts = [OwnedRollout::new(0, 0, (1, 1), 10.0), OwnedRollout::new(0, 1, (1, 1), 0.0)];
+        let algorithm = Algorithm::Grpo(Grpo { std_normalise: false, ..Grpo::default() });
+        with_groups(&rollouts, |groups| {
+            let batch = Batch::pack(groups, &algorithm, limits(1, 100, RoutesUse::None)).unwrap();
+            assert_eq!(batch.sequences().iter().map(|s| s.advantage).collect::<Vec<_>>(), [5.0, -5.0]);
+        });
+    }
+
+    #[test]
+    fn staleness_counts_from_the_oldest_token() {
+        let mut rollouts = three_groups();
+        rollouts[4].version = 3; // group 1, rollout 0; the others are of version 0
+        packed(&rollouts, limits(1, 100, RoutesUse::None), |batch| {
+            assert_eq!(batch.staleness(PolicyVersion(4)), ((1.0 + 3.0 * 4.0) / 4.0, 4));
+        });
+    }
+
+    #[test]
+    fn a_rollout_without_trained_tokens_is_left_out() {
+        let mut rollouts = three_groups();
+        rollouts[0].mask = Some(vec![0, 0]);
+        packed(&rollouts, limits(1, 100, RoutesUse::None), |batch| {
+            assert_eq!(order(&batch), [(1, 0), (1, 1), (3, 0)]);
+        });
+    }
+
+    fn arrivals() -> impl Strategy<Value = (Vec<OwnedRollout>, Vec<OwnedRollout>)> {
+        let rollout = (1_usize..4, 0_usize..6, prop::option::weighted(0.9, 0_u8..3));
+        let group = prop::collection::vec(rollout, 1..5);
+        prop::collection::vec(group, 0..6)
+            .prop_map(|groups| {
+                let mut rollouts = Vec::new();
+                for (group, members) in (0..).zip(groups) {
+                    for (index, (prompt, sampled, reward)) in (0..).zip(members) {
+                        let mut rollout =
+                            OwnedRollout::new(group, index, (prompt, sampled), reward.unwrap_or(0).into());
+                        if reward.is_none() {
+                            rollout.reward = Reward::Failed;
+                        }
+                        rollouts.push(rollout.with_routes(DIMS));
+                    }
+                }
+                rollouts
+            })
+            .prop_flat_map(|rollouts| (Just(rollouts.clone()), Just(rollouts).prop_shuffle()))
+    }
+
+    proptest! {
+        #[test]
+        fn micro_batches_hold_every_token_once_within_the_budget(
+            (rollouts, shuffled) in arrivals(),
+            mini_steps in 1_usize..4,
+            budget in 1_usize..20,
+        ) {
+            let limits = limits(mini_steps, budget, RoutesUse::Replay);
+            let pack = |rollouts: &[OwnedRollout]| packed(rollouts, limits, |batch| check(&batch, budget));
+            prop_assert_eq!(pack(&rollouts), pack(&shuffled), "the order of arrival matters");
+        }
+    }
+
+    /// Checks a batch against its own sequences, and returns all it would feed to the model.
+    fn check(batch: &Batch<'_>, budget: usize) -> Vec<MicroBatch> {
+        let mut next = 0;
+        let mut micro_batches = Vec::new();
+        for mini in batch.mini_steps() {
+            let start = next;
+            for range in &mini.micro_batches {
+                assert_eq!(range.start, next, "sequences are taken once, in order");
+                next = range.end;
+                let mut micro = MicroBatch::default();
+                micro.gather(batch, range.clone());
+                assert!(micro.n_inputs() <= budget || range.len() == 1);
+                check_tokens(&micro, &batch.sequences()[range.clone()]);
+                micro_batches.push(micro);
+            }
+            let sequences = &batch.sequences()[start..next];
+            assert_eq!(mini.n_sequences, sequences.len());
+            assert_eq!(mini.n_trained, sequences.iter().map(|sequence| sequence.n_trained).sum::<usize>());
+        }
+        assert_eq!(next, batch.sequences().len());
+        micro_batches
+    }
+
+    fn check_tokens(micro: &MicroBatch, sequences: &[Sequence<'_>]) {
+        let rollouts = || sequences.iter().map(|sequence| sequence.sample.rollout);
+        let inputs: Vec<_> = rollouts().flat_map(|r| &r.tokens[..r.tokens.len() - 1]).copied().collect();
+        let targets: Vec<_> = rollouts().flat_map(|r| &r.tokens[1..]).copied().collect();
+        assert_eq!((&micro.tokens, &micro.targets), (&inputs, &targets));
+        assert_eq!(micro.lengths.iter().sum::<usize>(), micro.n_inputs());
+        let trained = |values: &[f32]| -> Vec<f32> {
+            values
+                .iter()
+                .zip(&micro.mask)
+                .filter(|(_, mask)| **mask == 1.0)
+                .map(|(value, _)| *value)
+                .collect()
+        };
+        let logprobs: Vec<f32> = rollouts().flat_map(|r| r.rollout_logprobs).copied().collect();
+        assert_eq!(trained(&micro.rollout_logprobs), logprobs);
+        let inverse: f32 = trained(&micro.inverse_lengths).iter().sum();
+        assert!((inverse - sequences.len() as f32).abs() < 1e-4, "the weights of a sequence sum to 1");
+        let mut at = 0;
+        for layer in 0..DIMS.n_layers {
+            for view in rollouts().map(|rollout| rollout.routes.unwrap()) {
+                for row in 0..view.rows() {
+                    for k in 0..DIMS.top_k {
+                        assert_eq!(micro.routes[at], view.expert(row, layer, k));
+                        at += 1;
+                    }
+                }
+            }
+        }
+        assert_eq!(at, micro.routes.len());
+    }
+}

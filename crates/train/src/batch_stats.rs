@@ -1,0 +1,88 @@
+//! What the groups of a batch looked like before any of them was left out.
+
+use r3_core::rollout::{FinishReason, Reward};
+
+use crate::batch::Sample;
+use crate::objective::Objective;
+use crate::overlong::punishment;
+
+/// What the groups of a batch looked like, including those that teach nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct BatchStats {
+    /// Groups that came.
+    pub n_groups: usize,
+    /// Groups left out since their rewards are all equal.
+    pub n_groups_equal: usize,
+    /// Groups left out since fewer than two rewards are valid, or no token is trained on.
+    pub n_groups_too_few: usize,
+    /// Rollouts that came.
+    pub n_rollouts: usize,
+    /// Rollouts whose reward failed.
+    pub n_rewards_failed: usize,
+    /// Mean of the valid rewards, before shaping; 0 without any.
+    pub reward_mean: f64,
+    /// Sample standard deviation of the valid rewards, before shaping; 0 with fewer than two.
+    pub reward_std: f64,
+    /// Mean overlong punishment, 0 or less.
+    pub overlong_mean: f64,
+    /// Mean sampled tokens of a rollout.
+    pub response_length_mean: f64,
+    /// Most sampled tokens of a rollout.
+    pub response_length_max: usize,
+    /// Share of rollouts that were cut off by their token limit.
+    pub response_length_clip_ratio: f64,
+    /// Tokens that will be fed to the model.
+    pub n_inputs: usize,
+    /// Tokens that will be trained on.
+    pub n_trained: usize,
+}
+
+/// What a sample's reward becomes before it is compared.
+pub(crate) fn overlong(sample: &Sample<'_>, objective: &Objective) -> f64 {
+    objective
+        .overlong
+        .as_ref()
+        .map_or(0.0, |overlong| punishment(sample.rollout.completion().len(), overlong))
+}
+
+/// Counts the rollouts of a batch as they are packed.
+#[derive(Default)]
+pub(crate) struct BatchCounter {
+    pub(crate) stats: BatchStats,
+    rewards: Vec<f64>,
+    n_cut_off: usize,
+    n_sampled: usize,
+    overlong: f64,
+}
+
+impl BatchCounter {
+    pub(crate) fn add_group(&mut self, samples: &[Sample<'_>], objective: &Objective) {
+        self.stats.n_groups += 1;
+        for sample in samples {
+            let n_sampled = sample.rollout.completion().len();
+            self.stats.n_rollouts += 1;
+            self.stats.n_rewards_failed += usize::from(sample.reward == Reward::Failed);
+            self.stats.response_length_max = self.stats.response_length_max.max(n_sampled);
+            self.rewards.extend(sample.reward.score().map(f64::from));
+            self.n_cut_off += usize::from(sample.rollout.finish == FinishReason::Length);
+            self.n_sampled += n_sampled;
+            self.overlong += overlong(sample, objective);
+        }
+    }
+
+    pub(crate) fn finish(self) -> BatchStats {
+        let mut stats = self.stats;
+        let (n_rollouts, n_rewards) = (stats.n_rollouts.max(1) as f64, self.rewards.len() as f64);
+        if !self.rewards.is_empty() {
+            stats.reward_mean = self.rewards.iter().sum::<f64>() / n_rewards;
+        }
+        if self.rewards.len() > 1 {
+            let squares: f64 = self.rewards.iter().map(|reward| (reward - stats.reward_mean).powi(2)).sum();
+            stats.reward_std = (squares / (n_rewards - 1.0)).sqrt();
+        }
+        stats.overlong_mean = self.overlong / n_rollouts;
+        stats.response_length_mean = self.n_sampled as f64 / n_rollouts;
+        stats.response_length_clip_ratio = self.n_cut_off as f64 / n_rollouts;
+        stats
+    }
+}

@@ -1,0 +1,170 @@
+//! A micro-batch: consecutive sequences of a batch, packed end to end as the model takes them.
+
+use std::ops::Range;
+
+use candle_core::{Device, Tensor};
+use r3_core::ids::TokenId;
+
+use crate::batch::{Batch, RoutesUse, Sequence};
+use crate::error::TrainError;
+
+/// One forward's worth of a batch. Every array without a comment is `[T]`; entry `t` of an array about
+/// predictions is about the token that input `t` predicts.
+///
+/// A buffer for [`Self::gather`], filled again for every micro-batch.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct MicroBatch {
+    /// Inputs: all tokens of each sequence but its last.
+    pub tokens: Vec<TokenId>,
+    /// The token after each input.
+    pub targets: Vec<TokenId>,
+    /// `[sequences]`: inputs of each, summing to `T`.
+    pub lengths: Vec<usize>,
+    /// Logprob of each target when it was sampled, in nats; 0 for prompt tokens.
+    pub rollout_logprobs: Vec<f32>,
+    /// Advantage of the sequence.
+    pub advantages: Vec<f32>,
+    /// 1 where the target is trained on, else 0.
+    pub mask: Vec<f32>,
+    /// One over the trained tokens of the sequence.
+    pub inverse_lengths: Vec<f32>,
+    /// `[L, T, K]`: the routes of the inputs, layer by layer, in router order; empty when the batch carries
+    /// none.
+    pub routes: Vec<u16>,
+}
+
+impl MicroBatch {
+    /// Replaces this micro-batch by the `sequences` of `batch`; routes are read from where the rollouts lie.
+    ///
+    /// # Panics
+    /// If the range is not one of the batch.
+    pub fn gather(&mut self, batch: &Batch<'_>, sequences: Range<usize>) {
+        let sequences = &batch.sequences()[sequences];
+        self.clear();
+        for sequence in sequences {
+            self.push(sequence);
+        }
+        if batch.routes() != RoutesUse::None {
+            self.push_routes(sequences);
+        }
+    }
+
+    /// Inputs, `T`.
+    #[must_use]
+    pub fn n_inputs(&self) -> usize {
+        self.tokens.len()
+    }
+
+    fn clear(&mut self) {
+        self.tokens.clear();
+        self.targets.clear();
+        self.lengths.clear();
+        self.rollout_logprobs.clear();
+        self.advantages.clear();
+        self.mask.clear();
+        self.inverse_lengths.clear();
+        self.routes.clear();
+    }
+
+    fn push(&mut self, sequence: &Sequence<'_>) {
+        let rollout = &sequence.sample.rollout;
+        let n_inputs = sequence.n_inputs();
+        let n_prompt_targets = rollout.prompt_tokens - 1;
+        let n_sampled = n_inputs - n_prompt_targets;
+        let end = self.tokens.len() + n_inputs;
+        self.tokens.extend_from_slice(&rollout.tokens[..n_inputs]);
+        self.targets.extend_from_slice(&rollout.tokens[1..]);
+        self.lengths.push(n_inputs);
+        self.rollout_logprobs.resize(end - n_sampled, 0.0);
+        self.rollout_logprobs.extend_from_slice(rollout.rollout_logprobs);
+        self.advantages.resize(end, sequence.advantage);
+        self.inverse_lengths.resize(end, (1.0 / sequence.n_trained as f64) as f32);
+        self.mask.resize(end - n_sampled, 0.0);
+        match sequence.sample.mask {
+            Some(mask) => self.mask.extend(mask.iter().map(|&kept| f32::from(u8::from(kept != 0)))),
+            None => self.mask.resize(end, 1.0),
+        }
+    }
+
+    fn push_routes(&mut self, sequences: &[Sequence<'_>]) {
+        let views =
+            || sequences.iter().map(|s| s.sample.rollout.routes.expect("pack refused missing routes"));
+        let Some(dims) = views().next().map(|view| view.dims()) else { return };
+        self.routes.resize(dims.row_ids() * self.tokens.len(), 0);
+        let mut rows = self.routes.chunks_exact_mut(dims.top_k);
+        for layer in 0..dims.n_layers {
+            for view in views() {
+                for (row, ids) in (0..view.rows()).zip(rows.by_ref()) {
+                    view.copy_layer(row, layer, ids);
+                }
+            }
+        }
+    }
+}
+
+/// The arrays of a micro-batch that losses need, as tensors `[T]`.
+#[derive(Clone, Debug)]
+pub(crate) struct LossInputs {
+    pub(crate) rollout_logprobs: Tensor,
+    pub(crate) advantages: Tensor,
+    pub(crate) mask: Tensor,
+    pub(crate) inverse_lengths: Tensor,
+}
+
+impl LossInputs {
+    pub(crate) fn new(micro: &MicroBatch, device: &Device) -> Result<Self, TrainError> {
+        let tensor = |values: &[f32]| Tensor::new(values, device);
+        Ok(Self {
+            rollout_logprobs: tensor(&micro.rollout_logprobs)?,
+            advantages: tensor(&micro.advantages)?,
+            mask: tensor(&micro.mask)?,
+            inverse_lengths: tensor(&micro.inverse_lengths)?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use r3_core::routes::RouteDims;
+    use r3_recipe::learning::{Algorithm, Dapo};
+
+    use super::*;
+    use crate::batch::Limits;
+    use crate::fixtures::{OwnedRollout, with_groups};
+
+    #[test]
+    fn two_sequences_by_hand() {
+        let dims = RouteDims { n_layers: 2, top_k: 1, n_experts: 4 };
+        let mut first = OwnedRollout::new(0, 0, (2, 2), 1.0).with_routes(dims);
+        first.mask = Some(vec![1, 0]);
+        let second = OwnedRollout::new(0, 1, (1, 2), 0.0).with_routes(dims);
+        with_groups(&[first, second], |groups| {
+            let limits = Limits { mini_steps: 1, micro_batch_tokens: 100, routes: RoutesUse::Replay };
+            let batch = Batch::pack(groups, &Algorithm::Dapo(Dapo::default()), limits).unwrap();
+            let mut micro = MicroBatch { tokens: vec![TokenId(9); 40], ..MicroBatch::default() };
+            micro.gather(&batch, 0..2);
+            assert_eq!(micro.tokens, [0, 1, 2, 100, 101].map(TokenId));
+            assert_eq!(micro.targets, [1, 2, 3, 101, 102].map(TokenId));
+            assert_eq!(micro.lengths, [3, 2]);
+            assert_eq!(micro.rollout_logprobs, [0.0, 0.0, -1.0, -1.0, -2.0]);
+            assert_eq!(micro.mask, [0.0, 1.0, 0.0, 1.0, 1.0]);
+            assert_eq!(micro.inverse_lengths, [1.0, 1.0, 1.0, 0.5, 0.5]);
+            assert_eq!(micro.routes, [0, 1, 2, 0, 1, 1, 2, 3, 1, 2]);
+            assert!(micro.advantages[0] > 0.0 && micro.advantages[3] == -micro.advantages[0]);
+        });
+    }
+
+    #[test]
+    fn without_routes_none_are_gathered() {
+        let dims = RouteDims { n_layers: 2, top_k: 1, n_experts: 4 };
+        let rollouts =
+            [0.0, 1.0].map(|reward| OwnedRollout::new(0, reward as u32, (1, 1), reward).with_routes(dims));
+        with_groups(&rollouts, |groups| {
+            let limits = Limits { mini_steps: 1, micro_batch_tokens: 100, routes: RoutesUse::None };
+            let batch = Batch::pack(groups, &Algorithm::Dapo(Dapo::default()), limits).unwrap();
+            let mut micro = MicroBatch::default();
+            micro.gather(&batch, 0..2);
+            assert_eq!(micro.routes.capacity(), 0, "off holds no route memory");
+        });
+    }
+}

@@ -1,0 +1,172 @@
+//! The optimiser's running means as a safetensors file: `m.<weight>` and `v.<weight>`, flat f32.
+
+use std::borrow::Cow;
+use std::fs;
+use std::path::Path;
+
+use candle_core::Var;
+use safetensors::tensor::{Dtype, View, serialize_to_file};
+use safetensors::{SafeTensorError, SafeTensors};
+
+use crate::error::{Damage, TrainError};
+use crate::optimiser::Moments;
+
+/// Its name inside a checkpoint.
+pub const FILE: &str = "optimiser.safetensors";
+
+/// Bytes [`write()`] needs, short of the header's few.
+#[must_use]
+pub fn bytes(moments: &[Moments]) -> u64 {
+    moments.iter().map(|one| size_of_val(&one.m[..]) + size_of_val(&one.v[..])).sum::<usize>() as u64
+}
+
+/// Writes `moments`, those of `vars` in their order, into `dir`.
+///
+/// # Errors
+/// If the file cannot be written.
+pub fn write(dir: &Path, vars: &[(String, Var)], moments: &[Moments]) -> Result<(), TrainError> {
+    let path = dir.join(FILE);
+    let tensors = vars.iter().zip(moments).flat_map(|((name, _), one)| {
+        [(format!("m.{name}"), FlatF32::new(&one.m)), (format!("v.{name}"), FlatF32::new(&one.v))]
+    });
+    serialize_to_file(tensors, None, &path).map_err(|error| match error {
+        SafeTensorError::IoError(source) => TrainError::Write { path, needed_bytes: bytes(moments), source },
+        other => TrainError::Damaged { path, source: other.into() },
+    })
+}
+
+/// Reads the moments of `vars` from `dir`, in the order of `vars`.
+///
+/// # Errors
+/// If the file cannot be read, is not whole, or does not hold exactly the moments of these weights; the
+/// tensor is named.
+pub fn read(dir: &Path, vars: &[(String, Var)]) -> Result<Vec<Moments>, TrainError> {
+    let path = dir.join(FILE);
+    let bytes = fs::read(&path).map_err(|source| TrainError::Read { path: path.clone(), source })?;
+    parse(&bytes, vars).map_err(|source| TrainError::Damaged { path, source })
+}
+
+fn parse(bytes: &[u8], vars: &[(String, Var)]) -> Result<Vec<Moments>, Damage> {
+    let file = SafeTensors::deserialize(bytes)?;
+    let known = |stored: &str| {
+        let name = stored.strip_prefix("m.").or_else(|| stored.strip_prefix("v."));
+        name.is_some_and(|name| vars.iter().any(|(var, _)| var == name))
+    };
+    if let Some(tensor) = file.names().into_iter().find(|name| !known(name)) {
+        return Err(Damage::Surplus { tensor: tensor.to_owned() });
+    }
+    let read = |prefix, name: &str, len| read_tensor(&file, format!("{prefix}.{name}"), len);
+    vars.iter()
+        .map(|(name, var)| {
+            let len = var.elem_count();
+            Ok(Moments { m: read("m", name, len)?, v: read("v", name, len)? })
+        })
+        .collect()
+}
+
+fn read_tensor(file: &SafeTensors<'_>, name: String, expected: usize) -> Result<Vec<f32>, Damage> {
+    let Ok(tensor) = file.tensor(&name) else { return Err(Damage::Missing { tensor: name }) };
+    if tensor.dtype() != Dtype::F32 || tensor.shape() != [expected] {
+        let found = format!("{} of shape {:?}", tensor.dtype(), tensor.shape());
+        return Err(Damage::Misshapen { tensor: name, found, expected });
+    }
+    let values =
+        tensor.data().chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().expect("4 bytes")));
+    Ok(values.collect())
+}
+
+/// A flat f32 tensor, written from where it lies.
+struct FlatF32<'a> {
+    shape: [usize; 1],
+    values: &'a [f32],
+}
+
+impl<'a> FlatF32<'a> {
+    fn new(values: &'a [f32]) -> Self {
+        Self { shape: [values.len()], values }
+    }
+}
+
+impl View for FlatF32<'_> {
+    fn dtype(&self) -> Dtype {
+        Dtype::F32
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        if cfg!(target_endian = "little") {
+            Cow::Borrowed(bytemuck::cast_slice(self.values))
+        } else {
+            Cow::Owned(self.values.iter().flat_map(|value| value.to_le_bytes()).collect())
+        }
+    }
+
+    fn data_len(&self) -> usize {
+        size_of_val(self.values)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    fn vars() -> Vec<(String, Var)> {
+        let var = |len: usize| Var::new(vec![0.0_f32; len], &Device::Cpu).unwrap();
+        vec![("b.weight".into(), var(2)), ("a.weight".into(), var(3))]
+    }
+
+    fn moments() -> Vec<Moments> {
+        vec![
+            Moments { m: vec![1.0, -2.0], v: vec![0.5, f32::MIN_POSITIVE] },
+            Moments { m: vec![3.0, 4.0, 5.0], v: vec![6.0, 7.0, 8.0] },
+        ]
+    }
+
+    fn refusal(result: Result<Vec<Moments>, TrainError>) -> String {
+        match result.unwrap_err() {
+            TrainError::Damaged { path, source } => {
+                assert!(path.ends_with(FILE));
+                source.to_string()
+            }
+            other => panic!("{other} does not say what is damaged"),
+        }
+    }
+
+    #[test]
+    fn moments_read_back_bit_for_bit_in_the_order_of_the_weights() {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path(), &vars(), &moments()).unwrap();
+        assert_eq!(read(dir.path(), &vars()).unwrap(), moments());
+        assert_eq!(bytes(&moments()), 40);
+    }
+
+    #[test]
+    fn a_truncated_file_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path(), &vars(), &moments()).unwrap();
+        let whole = fs::read(dir.path().join(FILE)).unwrap();
+        for len in [0, 4, whole.len() / 2, whole.len() - 1] {
+            fs::write(dir.path().join(FILE), &whole[..len]).unwrap();
+            assert_eq!(refusal(read(dir.path(), &vars())), "it is not a whole safetensors file");
+        }
+    }
+
+    #[test]
+    fn moments_of_another_model_are_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let var = |len: usize| Var::new(vec![0.0_f32; len], &Device::Cpu).unwrap();
+        write(dir.path(), &vars(), &moments()).unwrap();
+        let fewer = vec![vars().remove(0)];
+        assert!(refusal(read(dir.path(), &fewer)).contains("a.weight belongs to no weight"));
+        let mut more = vars();
+        more.push(("c.weight".into(), var(1)));
+        assert_eq!(refusal(read(dir.path(), &more)), "m.c.weight is missing");
+        let wider = vec![vars().remove(0), ("a.weight".into(), var(4))];
+        assert!(refusal(read(dir.path(), &wider)).starts_with("m.a.weight is F32 of shape [3]"));
+    }
+}

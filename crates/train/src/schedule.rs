@@ -1,0 +1,104 @@
+//! The learning rate as a function of the optimiser steps taken.
+
+use std::f64::consts::PI;
+
+use r3_recipe::learning::{Schedule, Sft, Train};
+
+/// Linear warm-up to a peak, the peak for a while, then a fall to 0.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LearningRate {
+    /// Highest rate.
+    pub peak: f64,
+    /// Optimiser steps over which the rate rises.
+    pub warmup_steps: u64,
+    /// Optimiser step at which the fall starts.
+    pub fall_start: u64,
+    /// Optimiser steps of the whole run; from here on a falling rate is 0.
+    pub total_steps: u64,
+    /// How it falls.
+    pub fall: Schedule,
+}
+
+impl LearningRate {
+    /// The schedule of a reinforcement learning run of `total_steps` optimiser steps (`run.steps *
+    /// mini_steps`).
+    #[must_use]
+    pub fn of_train(train: &Train, total_steps: u64) -> Self {
+        Self {
+            peak: train.lr,
+            warmup_steps: train.warmup_steps,
+            fall_start: train.warmup_steps,
+            total_steps,
+            fall: train.schedule,
+        }
+    }
+
+    /// The schedule of a supervised warm start.
+    #[must_use]
+    pub fn of_sft(sft: &Sft) -> Self {
+        Self {
+            peak: sft.lr,
+            warmup_steps: sft.warmup_steps,
+            fall_start: sft.steps.saturating_sub(sft.decay_steps).max(sft.warmup_steps),
+            total_steps: sft.steps,
+            fall: if sft.decay_steps == 0 { Schedule::Constant } else { Schedule::Linear },
+        }
+    }
+
+    /// The rate of the optimiser step that follows `done` others.
+    ///
+    /// The first step of a warm-up has `1 / warmup_steps` of the peak and its last one the peak; the last
+    /// step of a fall is still above 0, so no step is wasted.
+    #[must_use]
+    pub fn at(&self, done: u64) -> f64 {
+        if done < self.warmup_steps {
+            return self.peak * (done + 1) as f64 / self.warmup_steps as f64;
+        }
+        let fall_steps = self.total_steps.saturating_sub(self.fall_start).max(1);
+        let fallen = (done.saturating_sub(self.fall_start) as f64 / fall_steps as f64).min(1.0);
+        match self.fall {
+            Schedule::Constant => self.peak,
+            Schedule::Linear => self.peak * (1.0 - fallen),
+            Schedule::Cosine => self.peak * 0.5 * (1.0 + (PI * fallen).cos()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rates(fall: Schedule) -> Vec<f64> {
+        let rate = LearningRate { peak: 8.0, warmup_steps: 2, fall_start: 2, total_steps: 6, fall };
+        (0..8).map(|done| rate.at(done)).collect()
+    }
+
+    #[test]
+    fn warm_up_reaches_the_peak_and_constant_stays_there() {
+        assert_eq!(rates(Schedule::Constant), [4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0]);
+    }
+
+    #[test]
+    fn linear_falls_to_zero_after_the_last_step() {
+        assert_eq!(rates(Schedule::Linear), [4.0, 8.0, 8.0, 6.0, 4.0, 2.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn cosine_is_half_way_down_in_the_middle() {
+        let rates = rates(Schedule::Cosine);
+        assert_eq!((rates[2], rates[6]), (8.0, 0.0));
+        assert!((rates[4] - 4.0).abs() < 1e-12);
+    }
+
+    #[test]
+    fn a_warm_start_keeps_its_peak_until_the_decay() {
+        let rate = LearningRate {
+            peak: 1.0,
+            warmup_steps: 0,
+            fall_start: 6,
+            total_steps: 10,
+            fall: Schedule::Linear,
+        };
+        assert_eq!([5, 6, 8, 9].map(|done| rate.at(done)), [1.0, 1.0, 0.5, 0.25]);
+    }
+}

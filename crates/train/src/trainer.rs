@@ -1,0 +1,588 @@
+//! The reinforcement learning step: replayed forward, loss, backward, update.
+
+use std::ops::Range;
+use std::path::Path;
+
+use candle_core::Device;
+use r3_core::ids::PolicyVersion;
+use r3_kernels::router::{RouteRecord, Routing};
+use r3_model::autograd::{Packed, Policy, PolicyOutput};
+use r3_recipe::learning::Algorithm;
+
+use crate::batch::{Batch, MiniStep, RoutesUse};
+use crate::batch_stats::BatchStats;
+use crate::checkpoint::{Position, TrainerState};
+use crate::error::TrainError;
+use crate::learner::Learner;
+use crate::loads::{LoadStats, Loads};
+use crate::loss::{Clipped, TokenBatch, clipped, dapo, grpo};
+use crate::micro_batch::{LossInputs, MicroBatch};
+use crate::mismatch::{Mismatch, MismatchStats};
+use crate::objective::{Aggregation, Objective};
+use crate::optimiser::{AdamWConfig, Update};
+use crate::optimiser_state;
+
+/// Trains a policy on batches of rollouts.
+pub struct Trainer {
+    learner: Learner,
+    objective: Objective,
+    temperature: f32,
+    micro: MicroBatch,
+    native: RouteRecord,
+}
+
+/// What one batch did to the policy. Means are over trained tokens unless said otherwise.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepStats {
+    /// Policy version after the step.
+    pub version: PolicyVersion,
+    /// Optimiser steps made; 0 when no group taught anything.
+    pub mini_steps: usize,
+    /// The groups.
+    pub batch: BatchStats,
+    /// Rollout against trainer, over every trained token, before the first update.
+    pub mismatch: MismatchStats,
+    /// The updates.
+    pub actor: ActorStats,
+    /// Spread of the experts this step ran, before the first update; `None` when the batch has no routes.
+    pub load: Option<LoadStats>,
+    /// Mean staleness of the rollouts before the first update, in optimiser steps.
+    pub staleness_mean: f64,
+    /// Largest staleness of a rollout before the first update, in optimiser steps.
+    pub staleness_max: u64,
+}
+
+/// Means over the updates of a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct ActorStats {
+    /// Loss, mean over optimiser steps.
+    pub pg_loss: f64,
+    /// `mean(rollout - policy)` in nats, over all updates' forwards: how far the policy moved from its
+    /// rollouts.
+    pub ppo_kl: f64,
+    /// Share of tokens stopped by the clip.
+    pub pg_clipfrac: f64,
+    /// Share of good tokens stopped above.
+    pub clip_frac_high: f64,
+    /// Share of bad tokens stopped below.
+    pub clip_frac_low: f64,
+    /// Entropy of the policy, nats.
+    pub entropy: f64,
+    /// Gradient norm before clipping, mean over optimiser steps.
+    pub grad_norm: f64,
+    /// Learning rate of the last optimiser step.
+    pub lr: f64,
+}
+
+impl Trainer {
+    /// A trainer that has made no step. `temperature` is the rollout's: logprobs are of the distribution
+    /// sampled from.
+    #[must_use]
+    pub fn new(policy: Policy, algorithm: &Algorithm, config: AdamWConfig, temperature: f32) -> Self {
+        let dims = policy.config().route_dims();
+        Self {
+            learner: Learner::new(policy, config),
+            objective: Objective::from(algorithm),
+            temperature,
+            micro: MicroBatch::default(),
+            native: RouteRecord::new(dims.n_layers, dims.top_k),
+        }
+    }
+
+    /// Continues the run whose checkpoint `dir` holds `state`; the policy was loaded from the same directory.
+    ///
+    /// # Errors
+    /// If the optimiser state cannot be read or is not that of this policy.
+    pub fn resume(&mut self, dir: &Path, state: &TrainerState) -> Result<(), TrainError> {
+        let moments = optimiser_state::read(dir, self.learner.policy.vars())?;
+        self.learner.optimiser.resume(moments, state.optimiser_steps);
+        self.learner.version = PolicyVersion(state.version);
+        Ok(())
+    }
+
+    /// Writes the optimiser state into `dir`; weights are the model's to write.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn write_optimiser(&self, dir: &Path) -> Result<(), TrainError> {
+        optimiser_state::write(dir, self.learner.policy.vars(), self.learner.optimiser.moments())
+    }
+
+    /// Bytes that weights in f32 and optimiser state take on disk, short of headers.
+    #[must_use]
+    pub fn checkpoint_bytes(&self) -> u64 {
+        let optimiser = optimiser_state::bytes(self.learner.optimiser.moments());
+        optimiser + optimiser / 2
+    }
+
+    /// Where the run stands after `step` batches.
+    #[must_use]
+    pub fn position(&self, step: u64) -> Position {
+        let optimiser_steps = self.learner.optimiser.steps();
+        Position { step, version: self.learner.version, optimiser_steps }
+    }
+
+    /// The policy being trained.
+    #[must_use]
+    pub fn policy(&self) -> &Policy {
+        &self.learner.policy
+    }
+
+    /// Optimiser steps inside the weights.
+    #[must_use]
+    pub fn version(&self) -> PolicyVersion {
+        self.learner.version
+    }
+
+    /// Trains on `batch`: one optimiser step for each of its mini-steps.
+    ///
+    /// The mismatch is measured at the weights the step starts with, on every trained token. The first
+    /// mini-step's own forwards serve for its share; the others' would come after an update, so they get a
+    /// forward of their own first. That costs `(mini_steps - 1) / mini_steps` of a forward and nothing with
+    /// one mini-step.
+    ///
+    /// # Errors
+    /// [`TrainError::NonFinite`] names the logprob, loss or gradient that is not finite. The update it would
+    /// have gone into is not made, so weights are those of the last whole optimiser step.
+    pub fn step(&mut self, batch: &Batch<'_>) -> Result<StepStats, TrainError> {
+        self.check_routes(batch)?;
+        let _span = tracing::info_span!("step", version = self.version().0).entered();
+        let (staleness_mean, staleness_max) = batch.staleness(self.version());
+        let mut measured = Measured::new(batch, &self.learner.policy);
+        for mini in batch.mini_steps().iter().skip(1) {
+            for sequences in &mini.micro_batches {
+                let pass = self.forward(batch, sequences.clone(), true)?;
+                measured.add(&self.micro, &pass, &self.native);
+            }
+        }
+        let mut actor = ActorSums::default();
+        for (index, mini) in batch.mini_steps().iter().enumerate() {
+            let measured = (index == 0).then_some(&mut measured);
+            self.learner.restart();
+            self.mini_step(batch, mini, &mut actor, measured)?;
+        }
+        let (mismatch, load) = measured.finish();
+        Ok(StepStats {
+            version: self.version(),
+            mini_steps: batch.mini_steps().len(),
+            batch: *batch.stats(),
+            mismatch,
+            actor: actor.finish(),
+            load,
+            staleness_mean,
+            staleness_max,
+        })
+    }
+
+    /// One optimiser step.
+    fn mini_step(
+        &mut self,
+        batch: &Batch<'_>,
+        mini: &MiniStep,
+        actor: &mut ActorSums,
+        mut measured: Option<&mut Measured>,
+    ) -> Result<(), TrainError> {
+        for sequences in &mini.micro_batches {
+            let pass = self.forward(batch, sequences.clone(), measured.is_some())?;
+            if let Some(measured) = &mut measured {
+                measured.add(&self.micro, &pass, &self.native);
+            }
+            actor.add_tokens(&self.micro, &pass, &self.objective);
+            let inputs = LossInputs::new(&self.micro, &Device::Cpu)?;
+            let tokens = TokenBatch {
+                policy_logprobs: &pass.output.logprobs,
+                rollout_logprobs: &inputs.rollout_logprobs,
+                advantages: &inputs.advantages,
+                mask: &inputs.mask,
+                inverse_lengths: &inputs.inverse_lengths,
+            };
+            let loss = match self.objective.aggregation {
+                Aggregation::TokenMean => dapo(&tokens, self.objective.clip, mini.n_trained as f64)?,
+                Aggregation::SequenceMean => grpo(&tokens, self.objective.clip, mini.n_sequences as f64)?,
+            };
+            actor.loss += self.learner.add_gradient(&loss)?;
+        }
+        actor.add_update(self.learner.update()?);
+        Ok(())
+    }
+
+    /// Gathers the micro-batch of `sequences` and runs the policy on it.
+    fn forward(
+        &mut self,
+        batch: &Batch<'_>,
+        sequences: Range<usize>,
+        measure: bool,
+    ) -> Result<Pass, TrainError> {
+        let Self { learner, micro, native, .. } = self;
+        micro.gather(batch, sequences.clone());
+        let mut native = (measure && batch.routes() != RoutesUse::None).then_some(native);
+        if let Some(native) = &mut native {
+            native.start(micro.n_inputs());
+        }
+        let mut routing = match (batch.routes(), native) {
+            (RoutesUse::Replay, native) => Routing::Replay { ids: &micro.routes, native },
+            (RoutesUse::Diagnose | RoutesUse::None, Some(native)) => Routing::Record(native),
+            (RoutesUse::Diagnose | RoutesUse::None, None) => Routing::Free,
+        };
+        let packed = Packed { tokens: &micro.tokens, targets: &micro.targets, lengths: &micro.lengths };
+        let output = learner.policy.logprobs(&packed, &mut routing, self.temperature)?;
+        let policy_logprobs = output.logprobs.to_vec1::<f32>()?;
+        if let Some(at) = policy_logprobs.iter().position(|logprob| !logprob.is_finite()) {
+            let tensor = name_position(batch, sequences, at);
+            return Err(TrainError::NonFinite { tensor, version: learner.version });
+        }
+        Ok(Pass { output, policy_logprobs })
+    }
+
+    /// Refuses routes of another model before any weight changes.
+    fn check_routes(&self, batch: &Batch<'_>) -> Result<(), TrainError> {
+        let expected = self.learner.policy.config().route_dims();
+        match (batch.route_dims(), batch.sequences().first()) {
+            (Some(dims), Some(first)) if dims != expected => {
+                let rollout = &first.sample.rollout;
+                Err(TrainError::RouteShape { group: rollout.group, index: rollout.index, dims, expected })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// One forward: differentiable, and as plain numbers.
+struct Pass {
+    output: PolicyOutput,
+    policy_logprobs: Vec<f32>,
+}
+
+/// Says which rollout the input `at` of a micro-batch belongs to.
+fn name_position(batch: &Batch<'_>, sequences: Range<usize>, mut at: usize) -> String {
+    for sequence in &batch.sequences()[sequences] {
+        if at < sequence.n_inputs() {
+            let rollout = &sequence.sample.rollout;
+            return format!(
+                "the policy's logprob of group {}, rollout {}, token {}",
+                rollout.group,
+                rollout.index,
+                at + 1
+            );
+        }
+        at -= sequence.n_inputs();
+    }
+    unreachable!("a micro-batch has as many inputs as its sequences")
+}
+
+/// What is measured at the weights a step starts with.
+struct Measured {
+    mismatch: Mismatch,
+    loads: Option<Loads>,
+    routes: RoutesUse,
+}
+
+impl Measured {
+    fn new(batch: &Batch<'_>, policy: &Policy) -> Self {
+        let routes = batch.routes();
+        let loads = (routes != RoutesUse::None).then(|| Loads::new(policy.config().route_dims()));
+        Self { mismatch: Mismatch::default(), loads, routes }
+    }
+
+    fn add(&mut self, micro: &MicroBatch, pass: &Pass, native: &RouteRecord) {
+        self.mismatch.add(&pass.policy_logprobs, &micro.rollout_logprobs, &micro.mask);
+        let Some(loads) = &mut self.loads else { return };
+        self.mismatch.add_routes(native, &micro.routes, &micro.mask);
+        let n_layers = loads.n_layers();
+        for layer in 0..n_layers {
+            loads.add(
+                layer,
+                match self.routes {
+                    RoutesUse::Replay => {
+                        let layer_ids = micro.routes.len() / n_layers;
+                        &micro.routes[layer * layer_ids..][..layer_ids]
+                    }
+                    RoutesUse::Diagnose | RoutesUse::None => native.layer(layer),
+                },
+            );
+        }
+    }
+
+    fn finish(self) -> (MismatchStats, Option<LoadStats>) {
+        (self.mismatch.finish(), self.loads.map(|loads| loads.finish()))
+    }
+}
+
+/// Sums behind [`ActorStats`].
+#[derive(Default)]
+struct ActorSums {
+    loss: f64,
+    kl: f64,
+    entropy: f64,
+    n_high: usize,
+    n_low: usize,
+    n_tokens: usize,
+    grad_norm: f64,
+    lr: f64,
+    n_updates: usize,
+}
+
+impl ActorSums {
+    fn add_tokens(&mut self, micro: &MicroBatch, pass: &Pass, objective: &Objective) {
+        for t in (0..micro.n_inputs()).filter(|&t| micro.mask[t] != 0.0) {
+            let log_ratio = f64::from(pass.policy_logprobs[t]) - f64::from(micro.rollout_logprobs[t]);
+            self.kl -= log_ratio;
+            self.entropy += f64::from(pass.output.entropy[t]);
+            self.n_tokens += 1;
+            match clipped(log_ratio, micro.advantages[t].into(), objective.clip) {
+                Some(Clipped::High) => self.n_high += 1,
+                Some(Clipped::Low) => self.n_low += 1,
+                None => {}
+            }
+        }
+    }
+
+    fn add_update(&mut self, update: Update) {
+        self.grad_norm += update.grad_norm;
+        self.lr = update.lr;
+        self.n_updates += 1;
+    }
+
+    fn finish(self) -> ActorStats {
+        let (n_tokens, n_updates) = (self.n_tokens.max(1) as f64, self.n_updates.max(1) as f64);
+        ActorStats {
+            pg_loss: self.loss / n_updates,
+            ppo_kl: self.kl / n_tokens,
+            pg_clipfrac: (self.n_high + self.n_low) as f64 / n_tokens,
+            clip_frac_high: self.n_high as f64 / n_tokens,
+            clip_frac_low: self.n_low as f64 / n_tokens,
+            entropy: self.entropy / n_tokens,
+            grad_norm: self.grad_norm / n_updates,
+            lr: self.lr,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Var;
+    use r3_recipe::learning::{Dapo, Grpo, Train};
+
+    use super::*;
+    use crate::batch::Limits;
+    use crate::fixtures::{OwnedRollout, sampled_by, tiny_policy, with_groups};
+
+    const WHOLE: Limits = Limits { mini_steps: 1, micro_batch_tokens: 1000, routes: RoutesUse::Replay };
+
+    fn algorithms() -> [Algorithm; 2] {
+        [Algorithm::Dapo(Dapo::default()), Algorithm::Grpo(Grpo::default())]
+    }
+
+    fn trainer(algorithm: &Algorithm) -> Trainer {
+        let train = Train { lr: 1e-2, ..Train::default() };
+        Trainer::new(tiny_policy(1), algorithm, AdamWConfig::of_train(&train, 100), 1.0)
+    }
+
+    /// Three groups of three rollouts that the tiny policy itself sampled, with unequal lengths.
+    fn rollouts() -> Vec<OwnedRollout> {
+        let mut policy = tiny_policy(1);
+        let ids = (0..3).flat_map(|group| (0..3).map(move |index| (group, index)));
+        ids.map(|(group, index)| {
+            let lengths = (2 + index as usize, 3 + group as usize);
+            sampled_by(&mut policy, OwnedRollout::new(group, index, lengths, (index % 2) as f32))
+        })
+        .collect()
+    }
+
+    fn step(
+        trainer: &mut Trainer,
+        rollouts: &[OwnedRollout],
+        limits: Limits,
+    ) -> Result<StepStats, TrainError> {
+        // Only overlong punishment and scale of advantages depend on the algorithm that packs.
+        let algorithm = Algorithm::Dapo(Dapo::default());
+        with_groups(rollouts, |groups| trainer.step(&Batch::pack(groups, &algorithm, limits)?))
+    }
+
+    fn flat(vars: &[(String, Var)]) -> Vec<f32> {
+        vars.iter().flat_map(|(_, var)| var.flatten_all().unwrap().to_vec1::<f32>().unwrap()).collect()
+    }
+
+    /// The first step's running mean is a tenth of the clipped gradient.
+    fn first_moments(trainer: &Trainer) -> Vec<f32> {
+        trainer.learner.optimiser.moments().iter().flat_map(|one| one.m.clone()).collect()
+    }
+
+    /// Shifts the first expert of every choice where that keeps the ids distinct.
+    fn rerouted(mut rollout: OwnedRollout) -> OwnedRollout {
+        let routes = rollout.routes.unwrap();
+        let mut bytes = routes.view().bytes().to_vec();
+        for pair in bytes.chunks_exact_mut(2) {
+            pair[0] = (0..4).find(|id| !pair.contains(id)).unwrap();
+        }
+        let mut rows = r3_core::routes::RouteRows::with_capacity(routes.view().dims(), 0);
+        rows.append(&bytes);
+        rollout.routes = Some(rows);
+        rollout
+    }
+
+    #[test]
+    fn every_weight_gets_a_gradient_under_replay_and_without() {
+        for routes in [RoutesUse::Replay, RoutesUse::None] {
+            let mut trainer = trainer(&algorithms()[0]);
+            step(&mut trainer, &rollouts(), Limits { routes, ..WHOLE }).unwrap();
+            let Learner { policy, optimiser, .. } = &trainer.learner;
+            for ((name, _), moments) in policy.vars().iter().zip(optimiser.moments()) {
+                assert!(moments.m.iter().any(|m| *m != 0.0), "{name} does not learn");
+            }
+        }
+    }
+
+    #[test]
+    fn at_equal_weights_there_is_no_mismatch_in_any_mini_step() {
+        for mini_steps in [1, 3] {
+            let stats =
+                step(&mut trainer(&algorithms()[0]), &rollouts(), Limits { mini_steps, ..WHOLE }).unwrap();
+            let mismatch = stats.mismatch;
+            assert_eq!((stats.mini_steps, mismatch.n_tokens), (mini_steps, stats.batch.n_trained));
+            assert_eq!([mismatch.k3_kl, mismatch.abs_diff_max, mismatch.extreme_frac_tau2], [0.0; 3]);
+            assert_eq!(mismatch.router, Some(crate::mismatch::RouterDiscrepancy::default()));
+            assert_eq!(stats.version, PolicyVersion(mini_steps as u64));
+        }
+    }
+
+    #[test]
+    fn before_the_first_update_nothing_is_clipped_and_the_policy_has_not_moved() {
+        let actor = step(&mut trainer(&algorithms()[0]), &rollouts(), WHOLE).unwrap().actor;
+        assert_eq!([actor.ppo_kl, actor.pg_clipfrac], [0.0; 2]);
+        assert!(actor.entropy > 0.0 && actor.entropy <= 13.0_f64.ln());
+        assert!(actor.grad_norm > 0.0);
+        // Ratios are 1, so the loss is the mean advantage.
+        let stats =
+            step(&mut trainer(&algorithms()[0]), &rollouts(), Limits { mini_steps: 3, ..WHOLE }).unwrap();
+        assert_ne!(stats.actor.ppo_kl, 0.0, "later mini-steps come after an update");
+    }
+
+    #[test]
+    fn replay_takes_the_rollouts_experts_and_reports_the_routers_own() {
+        let other: Vec<_> = rollouts().into_iter().map(rerouted).collect();
+        let run = |rollouts: &[OwnedRollout], routes| {
+            step(&mut trainer(&algorithms()[0]), rollouts, Limits { routes, ..WHOLE }).unwrap()
+        };
+        let replayed = run(&other, RoutesUse::Replay);
+        assert!(replayed.mismatch.abs_diff_max > 0.0, "other experts give other logprobs");
+        assert_eq!(replayed.mismatch.router.unwrap().token_any_frac, 1.0);
+        // Diagnosis compares the same routes but runs the router's own, which are the ones that sampled.
+        let diagnosed = run(&other, RoutesUse::Diagnose);
+        assert_eq!(diagnosed.mismatch.abs_diff_max, 0.0);
+        assert_eq!(diagnosed.mismatch.router.unwrap().token_any_frac, 1.0);
+        assert_ne!(replayed.load, diagnosed.load);
+        let off = run(&other, RoutesUse::None);
+        assert_eq!((off.mismatch.abs_diff_max, off.mismatch.router, off.load), (0.0, None, None));
+    }
+
+    #[test]
+    fn without_routes_the_trainer_holds_no_route_memory() {
+        let mut trainer = trainer(&algorithms()[0]);
+        step(&mut trainer, &rollouts(), Limits { routes: RoutesUse::None, ..WHOLE }).unwrap();
+        assert_eq!((trainer.native.n_tokens(), trainer.micro.routes.capacity()), (0, 0));
+    }
+
+    #[test]
+    fn micro_batches_add_up() {
+        for algorithm in algorithms() {
+            let gradient = |micro_batch_tokens| {
+                let mut trainer = trainer(&algorithm);
+                let stats = step(&mut trainer, &rollouts(), Limits { micro_batch_tokens, ..WHOLE }).unwrap();
+                (stats.actor.pg_loss, first_moments(&trainer))
+            };
+            let (loss, whole) = gradient(1000);
+            for micro_batch_tokens in [1, 11, 20] {
+                let (split_loss, split) = gradient(micro_batch_tokens);
+                assert!((loss - split_loss).abs() < 1e-6);
+                let largest = whole.iter().fold(0.0_f32, |largest, m| largest.max(m.abs()));
+                for (a, b) in whole.iter().zip(&split) {
+                    assert!((a - b).abs() <= 1e-5 * largest, "{a} is not {b}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_order_of_arrival_and_repetition_change_no_bit() {
+        let run = |rollouts: Vec<OwnedRollout>| {
+            let mut trainer = trainer(&algorithms()[0]);
+            let limits = Limits { mini_steps: 2, micro_batch_tokens: 12, ..WHOLE };
+            let stats = step(&mut trainer, &rollouts, limits).unwrap();
+            (stats, flat(trainer.policy().vars()))
+        };
+        let first = run(rollouts());
+        assert_eq!(first, run(rollouts()));
+        assert_eq!(first, run(rollouts().into_iter().rev().collect()));
+    }
+
+    #[test]
+    fn better_rollouts_become_likelier() {
+        for algorithm in algorithms() {
+            let mut trainer = trainer(&algorithm);
+            let first = step(&mut trainer, &rollouts(), WHOLE).unwrap();
+            for _ in 0..4 {
+                step(&mut trainer, &rollouts(), WHOLE).unwrap();
+            }
+            let last = step(&mut trainer, &rollouts(), WHOLE).unwrap();
+            assert!(
+                last.actor.pg_loss < first.actor.pg_loss - 0.05,
+                "{:?} then {:?}",
+                first.actor,
+                last.actor
+            );
+            assert!(last.actor.pg_clipfrac > 0.0, "an old rollout ends up clipped");
+        }
+    }
+
+    #[test]
+    fn nothing_to_learn_changes_nothing() {
+        let mut trainer = trainer(&algorithms()[0]);
+        let before = flat(trainer.policy().vars());
+        let equal: Vec<_> = rollouts().into_iter().filter(|rollout| rollout.index != 1).collect();
+        let stats = step(&mut trainer, &equal, WHOLE).unwrap();
+        assert_eq!((stats.mini_steps, stats.version), (0, PolicyVersion(0)));
+        assert_eq!(stats.batch.n_groups_equal, 3);
+        assert_eq!(flat(trainer.policy().vars()), before);
+    }
+
+    #[test]
+    fn a_weight_that_is_not_a_number_stops_the_step_before_any_update() {
+        let mut trainer = trainer(&algorithms()[0]);
+        let (_, var) = trainer.policy().vars().last().unwrap();
+        var.set(&var.affine(0.0, f64::NAN).unwrap()).unwrap();
+        let error = step(&mut trainer, &rollouts(), Limits { mini_steps: 3, ..WHOLE }).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "the policy's logprob of group 1, rollout 0, token 1 is not finite in the step after version 0"
+        );
+        assert_eq!((trainer.version(), trainer.learner.optimiser.steps()), (PolicyVersion(0), 0));
+    }
+
+    #[test]
+    fn routes_of_another_model_are_refused() {
+        let dims = r3_core::routes::RouteDims { n_layers: 2, top_k: 2, n_experts: 5 };
+        let other: Vec<_> = rollouts().into_iter().map(|rollout| rollout.with_routes(dims)).collect();
+        let error = step(&mut trainer(&algorithms()[0]), &other, WHOLE).unwrap_err();
+        assert!(matches!(error, TrainError::RouteShape { .. }), "{error}");
+    }
+
+    #[test]
+    fn a_resumed_trainer_continues_bit_for_bit() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut whole = trainer(&algorithms()[0]);
+        step(&mut whole, &rollouts(), WHOLE).unwrap();
+        let checkpoints = crate::checkpoint::Checkpoints::new(dir.path().to_owned(), 1);
+        let saved = checkpoints
+            .save(whole.position(1), whole.checkpoint_bytes(), |dir| whole.write_optimiser(dir))
+            .unwrap();
+        let mut resumed = trainer(&algorithms()[0]);
+        for ((_, from), (_, to)) in whole.policy().vars().iter().zip(resumed.policy().vars()) {
+            to.set(from).unwrap();
+        }
+        resumed.resume(&saved, &crate::checkpoint::verify(&saved).unwrap()).unwrap();
+        let stats = [&mut whole, &mut resumed].map(|trainer| step(trainer, &rollouts(), WHOLE).unwrap());
+        assert_eq!(stats[0], stats[1]);
+        assert_eq!(flat(whole.policy().vars()), flat(resumed.policy().vars()));
+    }
+}
