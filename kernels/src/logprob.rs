@@ -1,6 +1,6 @@
 //! Log-probabilities of chosen tokens and entropies of their distributions, in nats.
 //!
-//! Two passes over a row of logits: the maximum, then the sum of exponentials over blocks of [`BLOCK`] tokens. Block
+//! Two passes over a row of logits: the maximum, then the sum of exponentials over blocks of 1 024 tokens. Block
 //! sums are added up in order in f64, so the error does not grow with the vocabulary.
 
 use std::sync::Arc;
