@@ -66,6 +66,31 @@ impl EngineConfig {
         Ok(self.sizes(model, n_blocks))
     }
 
+    /// Refuses a cache that could not hold one prompt with its completion, and sequences the model cannot place.
+    ///
+    /// # Errors
+    /// With the numbers that do not fit.
+    pub fn check_room(
+        &self,
+        model: &ModelConfig,
+        prompt_tokens: usize,
+        max_new_tokens: usize,
+    ) -> Result<(), EngineError> {
+        let tokens = prompt_tokens + max_new_tokens;
+        if tokens > model.max_positions {
+            return Err(EngineError::TooLong { tokens, max_positions: model.max_positions });
+        }
+        let capacity_tokens = self.scheduler(model)?.n_blocks * self.block_tokens;
+        // The last sampled token is never fed, so it needs no slot.
+        let needed_tokens = prompt_tokens + max_new_tokens.saturating_sub(1);
+        if needed_tokens > capacity_tokens {
+            let needed_bytes = self.block_bytes(model) * needed_tokens.div_ceil(self.block_tokens) as u64;
+            let kv_bytes = self.kv_bytes;
+            return Err(EngineError::KvTooSmall { kv_bytes, capacity_tokens, needed_tokens, needed_bytes });
+        }
+        Ok(())
+    }
+
     fn sizes(&self, model: &ModelConfig, n_blocks: usize) -> SchedulerConfig {
         SchedulerConfig {
             block_tokens: self.block_tokens,

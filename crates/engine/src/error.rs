@@ -13,6 +13,14 @@ pub enum EngineError {
     #[error("prompt and completion may take {tokens} tokens, but the model has {max_positions} positions")]
     TooLong { tokens: usize, max_positions: usize },
     #[error(
+        "the KV cache of {kv_bytes} bytes holds {capacity_tokens} tokens, but one sequence may need {needed_tokens}"
+    )]
+    KvTooSmall { kv_bytes: u64, capacity_tokens: usize, needed_tokens: usize, needed_bytes: u64 },
+    #[error("{tokens} tokens cannot be scored: there is nothing to predict")]
+    NothingToScore { tokens: usize },
+    #[error("position {position}: a row of routes is [{layers}][{top_k}], one list of experts a MoE layer")]
+    ReplayShape { position: usize, layers: usize, top_k: usize },
+    #[error(
         "the refit changed nothing: {differing} of {tensors} tensors differ from the trainer's, first `{first}`"
     )]
     Audit { tensors: usize, differing: usize, first: String },
@@ -37,6 +45,13 @@ impl EngineError {
                 format!("set `engine.kv_memory` to at least {block_bytes} bytes, better a hundred times that")
             }
             Self::TooLong { .. } => "shorten the prompt or `rollout.max_new_tokens`".into(),
+            Self::KvTooSmall { needed_bytes, .. } => {
+                format!(
+                    "set `engine.kv_memory` to at least {needed_bytes}, or shorten prompts or completions"
+                )
+            }
+            Self::NothingToScore { .. } => "give at least two tokens".into(),
+            Self::ReplayShape { .. } => "check which model the routes are of".into(),
             Self::Audit { .. } => "the old weights are still active; please report this".into(),
             Self::Busy { .. } => "finish or abort the sequences first".into(),
             Self::ReplayRoutes(_) => "check which model the routes are of".into(),

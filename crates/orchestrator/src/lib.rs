@@ -1,1 +1,20 @@
-//! The loop.
+//! The loop: rollout → reward → ring → groups → step → refit → flush, and everything that keeps it running.
+//!
+//! Start with [`run::run`], which is the table of contents of r3. The engine lives on a worker thread
+//! ([`worker`]); rollouts come back through the shared-memory ring and are trained on where they lie
+//! ([`group_buffer`]). Only this crate records metrics, touches the ring, and knows a whole recipe.
+
+pub mod compare;
+pub mod error;
+pub mod eval;
+pub mod group_buffer;
+pub mod model_dir;
+pub mod prompts;
+pub mod record;
+pub mod run;
+pub mod run_state;
+pub mod score;
+pub mod setup;
+pub mod sft;
+pub mod shutdown;
+pub mod worker;

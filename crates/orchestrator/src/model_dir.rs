@@ -1,0 +1,188 @@
+//! Model directories: found, made from nothing, and exported.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use r3_kernels::gemm::Dtype;
+use r3_model::checkpoint::Checkpoint;
+use r3_model::config::ModelConfig;
+use r3_model::export::{copy_companions, write_weights};
+use r3_model::init::FreshWeights;
+use r3_model::source::TensorSource;
+use r3_train::checkpoint::Checkpoints;
+
+use crate::error::{RunError, io_at};
+
+/// A model directory that was written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Written {
+    /// Weights in the model.
+    pub parameters: usize,
+    /// Format they are stored in.
+    pub dtype: Dtype,
+}
+
+/// Opens the model of `path`: a Hugging Face directory, a checkpoint, or a run, whose newest checkpoint it is then.
+///
+/// # Errors
+/// If there is no whole model.
+pub fn open(path: &Path) -> Result<Checkpoint, RunError> {
+    Ok(Checkpoint::open(&resolve(path)?)?)
+}
+
+/// The directory of the model that `path` means, as [`open`] reads it.
+///
+/// # Errors
+/// If `path` is the directory of a run and cannot be read.
+pub fn resolve(path: &Path) -> Result<PathBuf, RunError> {
+    if path.join("config.json").exists() {
+        return Ok(path.to_path_buf());
+    }
+    let newest = Checkpoints::new(path.to_path_buf(), 1).latest()?;
+    Ok(newest.unwrap_or_else(|| path.to_path_buf()))
+}
+
+/// Makes a model with random weights: `config` is a `config.json` or a directory with one, beside which the
+/// tokenizer's files lie, if any.
+///
+/// # Errors
+/// If the configuration is not one r3 runs, `out` holds weights already, or the files cannot be written.
+pub fn create(config: &Path, out: &Path, seed: u64, dtype: Dtype) -> Result<Written, RunError> {
+    let path = if config.is_dir() { config.join("config.json") } else { config.to_path_buf() };
+    let model = ModelConfig::read(&path)?;
+    let companions = path.parent().unwrap_or(Path::new(""));
+    write(out, companions, (&model, &FreshWeights::new(&model, seed)), dtype)
+}
+
+/// Copies the model of `checkpoint`, as [`open`] finds it, in a format that `transformers` loads.
+///
+/// # Errors
+/// If it is not a whole model, `out` holds weights already, or the files cannot be written.
+pub fn export(checkpoint: &Path, out: &Path, dtype: Dtype) -> Result<Written, RunError> {
+    let dir = resolve(checkpoint)?;
+    let model = Checkpoint::open(&dir)?;
+    write(out, &dir, (model.config(), &model), dtype)
+}
+
+/// Where files wait, inside the directory they are for, until all are there.
+const UNFINISHED: &str = ".unfinished";
+
+fn write(
+    out: &Path,
+    companions: &Path,
+    (model, weights): (&ModelConfig, &dyn TensorSource),
+    dtype: Dtype,
+) -> Result<Written, RunError> {
+    if ["model.safetensors", "model.safetensors.index.json"].iter().any(|name| out.join(name).exists()) {
+        return Err(RunError::WeightsThere { path: out.to_path_buf() });
+    }
+    let staged = out.join(UNFINISHED);
+    let written = stage(&staged, companions, (model, weights), dtype).and_then(|()| publish(&staged, out));
+    if let Err(error) = written {
+        // The error at hand matters more than one while cleaning up. A directory that held files before stays.
+        let _ = fs::remove_dir_all(&staged);
+        let _ = fs::remove_dir(out);
+        return Err(error);
+    }
+    Ok(Written { parameters: model.n_parameters(), dtype })
+}
+
+fn stage(
+    staged: &Path,
+    companions: &Path,
+    (model, weights): (&ModelConfig, &dyn TensorSource),
+    dtype: Dtype,
+) -> Result<(), RunError> {
+    if staged.exists() {
+        fs::remove_dir_all(staged).map_err(io_at(staged))?;
+    }
+    fs::create_dir_all(staged).map_err(io_at(staged))?;
+    copy_companions(companions, staged)?;
+    write_weights(staged, model, weights, dtype)?;
+    Ok(())
+}
+
+fn publish(staged: &Path, out: &Path) -> Result<(), RunError> {
+    for entry in fs::read_dir(staged).map_err(io_at(staged))? {
+        let entry = entry.map_err(io_at(staged))?;
+        let target = out.join(entry.file_name());
+        fs::rename(entry.path(), &target).map_err(io_at(&target))?;
+    }
+    fs::remove_dir(staged).map_err(io_at(staged))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn assets() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-moe")
+    }
+
+    fn names(dir: &Path) -> Vec<String> {
+        let entries = fs::read_dir(dir).unwrap();
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_seed_names_the_weights_and_an_f32_copy_keeps_their_bits() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        create(&assets(), &at("one"), 1, Dtype::F32).unwrap();
+        create(&assets().join("config.json"), &at("same"), 1, Dtype::F32).unwrap();
+        create(&assets(), &at("two"), 2, Dtype::F32).unwrap();
+        export(&at("one"), &at("copy"), Dtype::F32).unwrap();
+        let weights = |name: &str| fs::read(at(name).join("model.safetensors")).unwrap();
+        assert_eq!(weights("one"), weights("same"));
+        assert_eq!(weights("one"), weights("copy"));
+        assert_ne!(weights("one"), weights("two"));
+        assert_eq!(
+            names(&at("copy")),
+            [
+                "config.json",
+                "generation_config.json",
+                "model.safetensors",
+                "tokenizer.json",
+                "tokenizer_config.json"
+            ]
+        );
+    }
+
+    #[test]
+    fn a_model_can_be_made_where_its_configuration_lies() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["config.json", "tokenizer.json"] {
+            fs::copy(assets().join(name), dir.path().join(name)).unwrap();
+        }
+        create(dir.path(), dir.path(), 1, Dtype::Bf16).unwrap();
+        assert_eq!(names(dir.path()), ["config.json", "model.safetensors", "tokenizer.json"]);
+        let tokenizer = fs::read(dir.path().join("tokenizer.json")).unwrap();
+        assert_eq!(tokenizer, fs::read(assets().join("tokenizer.json")).unwrap());
+    }
+
+    #[test]
+    fn existing_weights_are_never_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("model.safetensors"), "precious").unwrap();
+        let error = create(&assets(), dir.path(), 1, Dtype::Bf16).unwrap_err();
+        assert!(matches!(error, RunError::WeightsThere { .. }));
+        assert_eq!(names(dir.path()), ["model.safetensors"]);
+    }
+
+    #[test]
+    fn what_cannot_be_exported_leaves_nothing_behind() {
+        let dir = tempfile::tempdir().unwrap();
+        let (from, to) = (dir.path().join("from"), dir.path().join("to"));
+        create(&assets(), &from, 1, Dtype::F32).unwrap();
+        let path = from.join("model.safetensors");
+        let mut bytes = fs::read(&path).unwrap();
+        let end = bytes.len();
+        bytes[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
+        fs::write(&path, bytes).unwrap();
+        assert!(export(&from, &to, Dtype::Bf16).is_err());
+        assert!(!to.exists());
+    }
+}

@@ -1,0 +1,347 @@
+//! The loop. Read this first.
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+use std::time::Instant;
+
+use r3_core::ids::PolicyVersion;
+use r3_kernels::gemm::Dtype;
+use r3_model::export::{copy_companions, write_weights};
+use r3_recipe::recipe::Recipe;
+use r3_ring::ring::Ring;
+use r3_tasks::reward::{Reward, check_step};
+use r3_telemetry::progress::BarKind;
+use r3_telemetry::step_line::step_line;
+use r3_telemetry::step_record::StepRecord;
+use r3_telemetry::summary::RunSummary;
+use r3_telemetry::telemetry::{Telemetry, TelemetryConfig};
+use r3_train::batch::Batch;
+use r3_train::checkpoint::{Checkpoints, verify};
+use r3_train::optimiser::AdamWConfig;
+use r3_train::trainer::Trainer;
+
+use crate::error::{RunError, io_at};
+use crate::group_buffer::{GroupBuffer, groups};
+use crate::prompts::Prompts;
+use crate::record::{StepReport, Timings, set_evaluation};
+use crate::run_state::RunState;
+use crate::setup::{self, TaskParts};
+use crate::shutdown::Shutdown;
+use crate::worker::{SampleStats, WorkerHandle, WorkerParts};
+
+/// How to run, beside the recipe.
+#[derive(Clone, Default)]
+pub struct RunOptions {
+    /// Continue from the newest checkpoint of `run.out`.
+    pub resume: bool,
+    /// Discard an earlier run of `run.out`.
+    pub overwrite: bool,
+    /// Ends the run after its step.
+    pub shutdown: Shutdown,
+    /// Judges completions instead of the recipe's reward: for programs that embed r3.
+    pub reward: Option<Arc<dyn Reward>>,
+}
+
+/// What a run leaves behind, beside its files.
+#[derive(Clone, Debug)]
+pub struct RunOutcome {
+    /// Every step's record, from step 0, which only has the evaluation before training.
+    pub records: Vec<StepRecord>,
+    /// The run in a dozen numbers.
+    pub summary: RunSummary,
+}
+
+/// Stack of the thread that trains: candle's `backward` recurses over the graph, which grows with depth.
+const STACK_BYTES: usize = 256 << 20;
+
+/// Runs `recipe` to its end.
+///
+/// # Errors
+/// Whatever keeps it from starting or stops it. Checkpoints on disk are whole in any case.
+pub fn run(recipe: &Recipe, options: &RunOptions) -> Result<RunOutcome, RunError> {
+    with_deep_stack(|| {
+        let mut run = Run::start(recipe, options)?;
+        run.evaluate_at_start()?;
+        while run.step < recipe.run.steps {
+            let sampled = run.sample()?; // Prompts become rollouts, which arrive in the ring.
+            let record = run.train(&sampled)?; // Groups, advantages, replayed forward, loss, optimiser.
+            run.finish_step(record)?; // Metrics, evaluation, checkpoint.
+            if options.shutdown.is_requested() {
+                run.save()?;
+                return Err(RunError::Interrupted { step: run.step });
+            }
+        }
+        run.finish()
+    })
+}
+
+/// Runs `work` on a thread whose stack is deep enough for candle's recursion.
+pub(crate) fn with_deep_stack<T: Send>(
+    work: impl FnOnce() -> Result<T, RunError> + Send,
+) -> Result<T, RunError> {
+    thread::scope(|scope| {
+        let thread = thread::Builder::new()
+            .name("train".into())
+            .stack_size(STACK_BYTES)
+            .spawn_scoped(scope, work)
+            .map_err(|source| RunError::Io { path: "the training thread".into(), source })?;
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+/// Rollouts of one step, which lie in the ring.
+struct Sampled {
+    stats: SampleStats,
+    filtered: u64,
+    seconds: f64,
+    began: Instant,
+}
+
+/// A run between two steps.
+struct Run<'a> {
+    recipe: &'a Recipe,
+    began: Instant,
+    /// Steps done: batches trained on.
+    step: u64,
+    saved_step: Option<u64>,
+    prompts: Prompts,
+    worker: WorkerHandle,
+    buffer: GroupBuffer,
+    trainer: Trainer,
+    telemetry: Telemetry,
+    checkpoints: Checkpoints,
+    records: Vec<StepRecord>,
+    dataset_name: String,
+}
+
+impl<'a> Run<'a> {
+    /// Checks, loads and connects everything.
+    fn start(recipe: &'a Recipe, options: &RunOptions) -> Result<Self, RunError> {
+        let began = Instant::now();
+        let out = &recipe.run.out;
+        let checkpoints = Checkpoints::new(out.clone(), recipe.run.keep_last);
+        let resumed = find_resumed(recipe, &checkpoints, options)?;
+        let model_dir = resumed.as_deref().unwrap_or(&recipe.model.path);
+        let config = r3_model::config::ModelConfig::load(model_dir)?;
+        let tokenizer_path = recipe.model.tokenizer_path();
+        let task = TaskParts::load(&recipe.task, tokenizer_path, config.vocab_size, options.reward.clone())?;
+        setup::check_sizes(recipe, &config, &task)?;
+        let (writer, reader) = Ring::create(recipe.ring.bytes.to_usize())?;
+
+        let state = resumed.as_deref().map(|dir| Ok::<_, RunError>((verify(dir)?, RunState::read(dir)?)));
+        let state = state.transpose()?;
+        let step = state.as_ref().map_or(0, |(trainer, _)| trainer.step);
+        fs::create_dir_all(out).map_err(io_at(out))?;
+        let telemetry = Telemetry::start(&TelemetryConfig {
+            listen: recipe.metrics.listen,
+            jsonl: recipe.metrics.jsonl.then(|| out.join("metrics.jsonl")),
+            resume_step: step,
+        })?;
+        let (config, policy) = setup::load_policy(model_dir, telemetry.progress())?;
+        let optimiser =
+            AdamWConfig::of_train(&recipe.train, recipe.run.steps * recipe.train.mini_steps as u64);
+        let temperature = setup::narrow(recipe.rollout.temperature);
+        let mut trainer = Trainer::new(policy, &recipe.algorithm, optimiser, temperature);
+        if let (Some(dir), Some((state, _))) = (&resumed, &state) {
+            trainer.resume(dir, state)?;
+        }
+        let version: PolicyVersion = trainer.version();
+        let engine = setup::engine(recipe, &config, &trainer.policy().shared_weights(), version)?;
+        let cursor = state.as_ref().map_or(0, |(_, run)| run.cursor);
+        let prompts =
+            Prompts::new(Arc::clone(&task.dataset), Arc::clone(&task.tokenizer), recipe.run.seed, cursor)?;
+        let worker = WorkerHandle::spawn(WorkerParts {
+            engine,
+            writer,
+            deadline: setup::deadline(recipe),
+            spec: setup::sample_spec(recipe, &task.tokenizer),
+            reward: task.reward,
+            dataset: task.dataset,
+            tokenizer: task.tokenizer,
+        })?;
+        fs::write(out.join("recipe.yaml"), recipe.to_yaml()).map_err(io_at(out))?;
+        let records = match recipe.metrics.jsonl && resumed.is_some() {
+            true => r3_telemetry::jsonl::read(&out.join("metrics.jsonl"))?,
+            false => Vec::new(),
+        };
+        Ok(Self {
+            recipe,
+            began,
+            step,
+            saved_step: resumed.is_some().then_some(step),
+            prompts,
+            worker,
+            buffer: GroupBuffer::new(reader, setup::deadline(recipe)),
+            trainer,
+            telemetry,
+            checkpoints,
+            records,
+            dataset_name: task.dataset_name,
+        })
+    }
+
+    /// Samples a batch of prompts into the ring; with dynamic sampling, until enough groups can teach something.
+    fn sample(&mut self) -> Result<Sampled, RunError> {
+        let began = Instant::now();
+        let rollout = &self.recipe.rollout;
+        let max_batches = setup::max_batches(&self.recipe.algorithm);
+        let mut stats = SampleStats::default();
+        let mut filtered = 0;
+        for batch in 0.. {
+            let missing = rollout.groups - self.buffer.n_groups(rollout.group_size);
+            if missing == 0 || batch == max_batches {
+                break;
+            }
+            let n_rollouts = missing * rollout.group_size;
+            let bar = self.telemetry.progress().bar(BarKind::Rollout, n_rollouts as u64);
+            self.worker.sample(self.prompts.take(missing)?, bar)?;
+            stats.add(self.buffer.receive(n_rollouts, &self.worker)?);
+            check_step(stats.n_scored, &stats.failures)?;
+            if max_batches > 1 {
+                filtered += self.buffer.drop_equal()? as u64;
+            }
+        }
+        if self.buffer.n_groups(rollout.group_size) == 0 {
+            return Err(RunError::NoSignal { n_groups: max_batches * rollout.groups, batches: max_batches });
+        }
+        Ok(Sampled { stats, filtered, seconds: began.elapsed().as_secs_f64(), began })
+    }
+
+    /// Trains on the rollouts in the ring where they lie, gives them back, and refits the engine.
+    fn train(&mut self, sampled: &Sampled) -> Result<StepRecord, RunError> {
+        let (recipe, version) = (self.recipe, self.trainer.version());
+        let start = Instant::now();
+        let ring_used_bytes = self.buffer.used_bytes();
+        let frames = self.buffer.frames()?;
+        let groups = groups(&frames, version, recipe.train.max_staleness)?;
+        let batch = Batch::pack(&groups, &recipe.algorithm, setup::limits(recipe))?;
+        let stats = self.trainer.step(&batch)?;
+        drop((batch, groups, frames));
+        self.buffer.release();
+        let train_s = start.elapsed().as_secs_f64();
+
+        let start = Instant::now();
+        if stats.version != version {
+            let report = self.worker.refit(self.trainer.policy().shared_weights(), stats.version)?;
+            tracing::debug!(
+                version = report.version.0,
+                epoch = report.epoch,
+                changed = report.changed,
+                "refit"
+            );
+        }
+        let refit_s = start.elapsed().as_secs_f64();
+        self.step += 1;
+        let step_s = sampled.began.elapsed().as_secs_f64();
+        let report = StepReport {
+            step: self.step,
+            stats: &stats,
+            sampled: &sampled.stats,
+            timings: Timings { sample_s: sampled.seconds, train_s, refit_s, step_s },
+            routes: setup::routes_use(recipe),
+            ring_used_bytes,
+        };
+        report.count(self.telemetry.exporter(), sampled.filtered);
+        Ok(report.record())
+    }
+
+    /// Evaluates and saves if it is time, then shows and keeps the step's record.
+    fn finish_step(&mut self, mut record: StepRecord) -> Result<(), RunError> {
+        let every = self.recipe.eval.every;
+        if self.step == self.recipe.run.steps || (every > 0 && self.step.is_multiple_of(every)) {
+            self.evaluate(&mut record)?;
+        }
+        self.telemetry.record(&record)?;
+        self.telemetry.progress().line(&step_line(&record, self.recipe.run.steps));
+        self.records.push(record);
+        let save_every = self.recipe.run.save_every;
+        if self.step == self.recipe.run.steps || (save_every > 0 && self.step.is_multiple_of(save_every)) {
+            self.save()?;
+        }
+        Ok(())
+    }
+
+    /// Measures the policy a new run starts from, as the record of step 0.
+    fn evaluate_at_start(&mut self) -> Result<(), RunError> {
+        if self.step > 0 {
+            return Ok(());
+        }
+        let mut record = StepRecord::new(0, self.trainer.version());
+        self.evaluate(&mut record)?;
+        self.telemetry.record(&record)?;
+        self.records.push(record);
+        Ok(())
+    }
+
+    fn evaluate(&mut self, record: &mut StepRecord) -> Result<(), RunError> {
+        let eval = &self.recipe.eval;
+        if eval.problems == 0 {
+            return Ok(());
+        }
+        let max_new_tokens = eval.max_new_tokens.unwrap_or(self.recipe.rollout.max_new_tokens);
+        let bar = self.telemetry.progress().bar(BarKind::Eval, eval.problems as u64);
+        let evaluation = self.worker.evaluate(eval.problems, max_new_tokens, bar)?;
+        set_evaluation(record, &self.dataset_name, evaluation);
+        let (correct, step) = (100.0 * evaluation.accuracy, self.step);
+        self.telemetry.progress().line(&format!(
+            "eval after step {step}: {correct:.1} % of {} held-out problems",
+            evaluation.problems
+        ));
+        Ok(())
+    }
+
+    /// Writes a checkpoint, unless this step has one.
+    fn save(&mut self) -> Result<(), RunError> {
+        if self.saved_step == Some(self.step) {
+            return Ok(());
+        }
+        let state = RunState::new(self.recipe, self.prompts.cursor());
+        let (trainer, tokenizer_dir) = (&self.trainer, self.recipe.model.tokenizer_path());
+        let policy = trainer.policy();
+        self.checkpoints.save(trainer.position(self.step), trainer.checkpoint_bytes(), |dir| {
+            write_weights(dir, policy.config(), policy, Dtype::F32)?;
+            copy_companions(&self.recipe.model.path, dir)?;
+            if tokenizer_dir.is_dir() {
+                copy_companions(tokenizer_dir, dir)?;
+            }
+            trainer.write_optimiser(dir)?;
+            state.write(dir).map_err(|source| r3_train::error::TrainError::Write {
+                path: dir.to_path_buf(),
+                needed_bytes: 0,
+                source,
+            })
+        })?;
+        self.saved_step = Some(self.step);
+        Ok(())
+    }
+
+    fn finish(self) -> Result<RunOutcome, RunError> {
+        let summary = RunSummary::new(&self.records, self.began.elapsed().as_secs_f64());
+        Ok(RunOutcome { records: self.records, summary })
+    }
+}
+
+/// The checkpoint to continue from; refuses to mix two runs in one directory.
+fn find_resumed(
+    recipe: &Recipe,
+    checkpoints: &Checkpoints,
+    options: &RunOptions,
+) -> Result<Option<std::path::PathBuf>, RunError> {
+    let out: &Path = &recipe.run.out;
+    let latest = checkpoints.latest()?;
+    match (latest, options.resume) {
+        (Some(dir), true) => {
+            RunState::read(&dir)?.check(recipe)?;
+            Ok(Some(dir))
+        }
+        (None, true) => Err(RunError::NothingToResume { path: out.to_path_buf() }),
+        (Some(_), false) if options.overwrite => {
+            fs::remove_dir_all(out).map_err(io_at(out))?;
+            Ok(None)
+        }
+        (Some(_), false) => Err(RunError::OutTaken { path: out.to_path_buf() }),
+        (None, false) => Ok(None),
+    }
+}

@@ -1,0 +1,202 @@
+//! `r3 score`: logprobs and routes of given tokens, on either side, free or replayed.
+
+use r3_core::ids::{PolicyVersion, TokenId};
+use r3_core::routes::{RouteDims, RouteRows, RouteView, write_ids};
+use r3_engine::config::EngineConfig;
+use r3_engine::engine::Engine;
+use r3_engine::error::EngineError;
+use r3_kernels::gemm::Dtype;
+use r3_kernels::router::{RouteRecord, Routing};
+use r3_model::autograd::{Packed, Policy};
+use r3_model::checkpoint::Checkpoint;
+use serde::{Deserialize, Serialize};
+
+use crate::error::RunError;
+
+/// One line of input.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ScoreInput {
+    /// The sequence, at least two tokens, `[T]`.
+    pub tokens: Vec<u32>,
+    /// `[T - 1][L][K]`: experts to take instead of the router's.
+    #[serde(default)]
+    pub routed_experts: Option<Vec<Vec<Vec<u16>>>>,
+}
+
+/// One line of output.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ScoreOutput {
+    /// `[T - 1]` nats, of tokens 1 on, at temperature 1.
+    pub logprobs: Vec<f32>,
+    /// `[T - 1][L][K]`: the experts taken, in router order.
+    pub routed_experts: Vec<Vec<Vec<u16>>>,
+    /// `[L]`: which of the model's layers the rows are of.
+    pub layer_ids: Vec<u32>,
+    /// Where the live router would have taken another set of experts; only for replayed input.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub live_differs: Option<Vec<Difference>>,
+}
+
+/// A token and layer where the live router disagrees with the replayed experts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Difference {
+    /// The token.
+    pub position: usize,
+    /// The model's layer.
+    pub layer_id: u32,
+    /// What was replayed.
+    pub replayed: Vec<u16>,
+    /// What the router would have chosen.
+    pub live: Vec<u16>,
+}
+
+/// Which implementation of the forward scores.
+pub enum Scorer {
+    /// The rollout engine: scheduler, paged cache, plain buffers.
+    Engine(Box<Engine>),
+    /// The trainer: candle tensors, packed sequences.
+    Trainer(Box<Policy>),
+}
+
+impl Scorer {
+    /// The engine, with room for one sequence of the model's longest, or of `max_tokens` if that is shorter.
+    ///
+    /// # Errors
+    /// If the weights cannot be loaded.
+    pub fn engine(checkpoint: &Checkpoint, dtype: Dtype, max_tokens: usize) -> Result<Self, RunError> {
+        let model = checkpoint.config();
+        let mut config = EngineConfig {
+            dtype,
+            kv_bytes: 0,
+            block_tokens: 16,
+            max_batch_tokens: 2048,
+            max_running: 1,
+            prefix_cache: false,
+            capture_routes: true,
+        };
+        let n_blocks = max_tokens.min(model.max_positions).div_ceil(config.block_tokens).max(1);
+        config.kv_bytes = config.block_bytes(model) * n_blocks as u64;
+        Ok(Self::Engine(Box::new(Engine::new(config, model, checkpoint, PolicyVersion(0))?)))
+    }
+
+    /// The trainer, in f32.
+    ///
+    /// # Errors
+    /// If the weights cannot be loaded.
+    pub fn trainer(checkpoint: &Checkpoint) -> Result<Self, RunError> {
+        Ok(Self::Trainer(Box::new(Policy::load(checkpoint, checkpoint.config())?)))
+    }
+
+    /// Scores one sequence.
+    ///
+    /// # Errors
+    /// If there are fewer than two tokens, a token is outside the vocabulary, the sequence is too long, or the routes
+    /// break their contract.
+    pub fn score(&mut self, input: &ScoreInput) -> Result<ScoreOutput, RunError> {
+        let tokens: Vec<TokenId> = input.tokens.iter().copied().map(TokenId).collect();
+        if tokens.len() < 2 {
+            return Err(EngineError::NothingToScore { tokens: tokens.len() }.into());
+        }
+        let model = match self {
+            Self::Engine(engine) => engine.model(),
+            Self::Trainer(policy) => policy.config(),
+        };
+        let (dims, layer_ids) = (model.route_dims(), model.moe_layers());
+        let replayed = input.routed_experts.as_ref().map(|rows| pack(rows, dims)).transpose()?;
+        let view = replayed.as_ref().map(RouteRows::view);
+        if let Some(view) = view {
+            view.check(tokens.len() - 1).map_err(EngineError::ReplayRoutes)?;
+        }
+        let (logprobs, live) = match self {
+            Self::Engine(engine) => {
+                let scored = engine.score(&tokens, view)?;
+                (scored.logprobs, scored.live_routes)
+            }
+            Self::Trainer(policy) => score_trainer(policy, &tokens, view)?,
+        };
+        Ok(ScoreOutput {
+            logprobs,
+            routed_experts: unpack(view.unwrap_or(live.view())),
+            live_differs: view.map(|view| differences(view, live.view(), &layer_ids)),
+            layer_ids,
+        })
+    }
+}
+
+fn score_trainer(
+    policy: &mut Policy,
+    tokens: &[TokenId],
+    replayed: Option<RouteView<'_>>,
+) -> Result<(Vec<f32>, RouteRows), RunError> {
+    let dims = policy.config().route_dims();
+    let n_inputs = tokens.len() - 1;
+    let ids = replayed.map(layer_major);
+    let mut live = RouteRecord::new(dims.n_layers, dims.top_k);
+    live.start(n_inputs);
+    let mut routing = match &ids {
+        Some(ids) => Routing::Replay { ids, native: Some(&mut live) },
+        None => Routing::Record(&mut live),
+    };
+    let packed = Packed { tokens: &tokens[..n_inputs], targets: &tokens[1..], lengths: &[n_inputs] };
+    let output = policy.logprobs(&packed, &mut routing, 1.0)?;
+    let logprobs = output.logprobs.to_vec1::<f32>().map_err(r3_model::error::ModelError::from)?;
+    let mut rows = RouteRows::with_capacity(dims, n_inputs);
+    let (mut row, mut bytes) = (vec![0; dims.row_ids()], vec![0; dims.row_bytes()]);
+    for token in 0..n_inputs {
+        live.write_row(token, &mut row);
+        write_ids(&row, dims.width(), &mut bytes);
+        rows.append(&bytes);
+    }
+    Ok((logprobs, rows))
+}
+
+/// `[rows, L, K]` to `[L, rows, K]`.
+fn layer_major(view: RouteView<'_>) -> Vec<u16> {
+    let RouteDims { n_layers, top_k, .. } = view.dims();
+    let ids = (0..n_layers).flat_map(|layer| (0..view.rows()).map(move |row| (layer, row)));
+    ids.flat_map(|(layer, row)| (0..top_k).map(move |k| view.expert(row, layer, k))).collect()
+}
+
+/// Nested JSON rows to bytes; rows that are not `[L][K]` or hold no possible id are refused by position.
+fn pack(rows: &[Vec<Vec<u16>>], dims: RouteDims) -> Result<RouteRows, EngineError> {
+    let mut packed = RouteRows::with_capacity(dims, rows.len());
+    let mut bytes = vec![0; dims.row_bytes()];
+    for (position, row) in rows.iter().enumerate() {
+        let is_whole = row.len() == dims.n_layers && row.iter().all(|layer| layer.len() == dims.top_k);
+        if !is_whole {
+            return Err(EngineError::ReplayShape { position, layers: dims.n_layers, top_k: dims.top_k });
+        }
+        let ids: Vec<u16> = row.concat();
+        if let Some(at) = ids.iter().position(|id| usize::from(*id) >= dims.n_experts) {
+            return Err(EngineError::ReplayRoutes(r3_core::routes::RouteError::OutOfRange {
+                row: position,
+                layer: at / dims.top_k,
+                expert: ids[at],
+                n_experts: dims.n_experts,
+            }));
+        }
+        write_ids(&ids, dims.width(), &mut bytes);
+        packed.append(&bytes);
+    }
+    Ok(packed)
+}
+
+fn unpack(view: RouteView<'_>) -> Vec<Vec<Vec<u16>>> {
+    let RouteDims { n_layers, top_k, .. } = view.dims();
+    let layer = |row, layer| (0..top_k).map(|k| view.expert(row, layer, k)).collect();
+    (0..view.rows()).map(|row| (0..n_layers).map(|at| layer(row, at)).collect()).collect()
+}
+
+fn differences(replayed: RouteView<'_>, live: RouteView<'_>, layer_ids: &[u32]) -> Vec<Difference> {
+    let (replayed, live) = (unpack(replayed), unpack(live));
+    let mut found = Vec::new();
+    for (position, (replayed, live)) in replayed.iter().zip(&live).enumerate() {
+        for ((replayed, live), &layer_id) in replayed.iter().zip(live).zip(layer_ids) {
+            if replayed.iter().any(|expert| !live.contains(expert)) {
+                found.push(Difference { position, layer_id, replayed: replayed.clone(), live: live.clone() });
+            }
+        }
+    }
+    found
+}

@@ -1,0 +1,228 @@
+//! Everything a run needs, built in the order in which it can be refused: nothing large is loaded before all that
+//! is cheap to check has been checked.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use r3_core::ids::{PolicyVersion, TokenId};
+use r3_core::routes::RouteDims;
+use r3_engine::config::EngineConfig;
+use r3_engine::engine::Engine;
+use r3_engine::sampler::Sampling;
+use r3_model::autograd::Policy;
+use r3_model::checkpoint::Checkpoint;
+use r3_model::config::ModelConfig;
+use r3_model::error::ModelError;
+use r3_model::source::TensorSource;
+use r3_recipe::learning::Algorithm;
+use r3_recipe::recipe::Recipe;
+use r3_recipe::rollout::ReplayMode;
+use r3_recipe::task::{Reward as RewardName, Task};
+use r3_ring::frame::max_frame_bytes;
+use r3_tasks::arithmetic::{self, ArithmeticTask};
+use r3_tasks::dataset::Dataset;
+use r3_tasks::jsonl::{self, HeldOut, Keys};
+use r3_tasks::reward::{ExactMatch, NumericMatch, Reward};
+use r3_tasks::tokenizer::Tokenizer;
+use r3_telemetry::progress::{Bar, BarKind, Progress};
+use r3_train::batch::{Limits, RoutesUse};
+
+use crate::error::RunError;
+use crate::worker::SampleSpec;
+
+/// The text side of a run.
+pub struct TaskParts {
+    /// Text to tokens and back.
+    pub tokenizer: Arc<Tokenizer>,
+    /// The problems.
+    pub dataset: Arc<Dataset>,
+    /// Judges completions.
+    pub reward: Arc<dyn Reward>,
+    /// What metrics call the dataset.
+    pub dataset_name: String,
+}
+
+impl TaskParts {
+    /// Loads tokenizer and problems, and checks every one of them. `reward` replaces the recipe's.
+    ///
+    /// # Errors
+    /// If the tokenizer does not fit the model, or a problem cannot be encoded or judged.
+    pub fn load(
+        task: &Task,
+        tokenizer_path: &Path,
+        vocab_size: usize,
+        reward: Option<Arc<dyn Reward>>,
+    ) -> Result<Self, RunError> {
+        let tokenizer = Tokenizer::load(tokenizer_path, vocab_size)?;
+        let (dataset, dataset_name) = match task {
+            Task::Arithmetic(task) => {
+                let (digits, held_out, seed) = (task.digits, task.held_out, task.seed);
+                (arithmetic::generate(ArithmeticTask { digits, held_out, seed })?, "arithmetic".to_owned())
+            }
+            Task::Jsonl(task) => {
+                let keys = Keys {
+                    prompt: task.prompt_key.clone(),
+                    answer: task.answer_key.clone(),
+                    ..Keys::default()
+                };
+                let held_out = task.eval.clone().map_or(HeldOut::Last(task.held_out), HeldOut::File);
+                let name = task.train.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+                (jsonl::dataset(&task.train, &held_out, &keys, &tokenizer)?, name)
+            }
+        };
+        let reward = reward.unwrap_or_else(|| match task.reward() {
+            RewardName::ExactMatch => Arc::new(ExactMatch),
+            RewardName::NumericMatch => Arc::new(NumericMatch),
+        });
+        dataset.check(&tokenizer, &*reward)?;
+        Ok(Self { tokenizer: Arc::new(tokenizer), dataset: Arc::new(dataset), reward, dataset_name })
+    }
+}
+
+/// What the routes of a run are for: one switch drives both sides.
+#[must_use]
+pub fn routes_use(recipe: &Recipe) -> RoutesUse {
+    match (recipe.router_replay.mode, recipe.router_replay.diagnose) {
+        (ReplayMode::R3, _) => RoutesUse::Replay,
+        (ReplayMode::Off, true) => RoutesUse::Diagnose,
+        (ReplayMode::Off, false) => RoutesUse::None,
+    }
+}
+
+/// How the trainer cuts a batch.
+#[must_use]
+pub fn limits(recipe: &Recipe) -> Limits {
+    Limits {
+        mini_steps: recipe.train.mini_steps,
+        micro_batch_tokens: recipe.train.micro_batch_tokens,
+        routes: routes_use(recipe),
+    }
+}
+
+/// Batches of prompts that may be sampled for one step.
+#[must_use]
+pub fn max_batches(algorithm: &Algorithm) -> usize {
+    match algorithm {
+        Algorithm::Dapo(dapo) => dapo.dynamic_sampling.as_ref().map_or(1, |sampling| sampling.max_batches),
+        Algorithm::Grpo(_) => 1,
+    }
+}
+
+/// How the recipe's rollouts are sampled.
+#[must_use]
+pub fn sample_spec(recipe: &Recipe, tokenizer: &Tokenizer) -> SampleSpec {
+    let rollout = &recipe.rollout;
+    let stop_tokens = match &rollout.stop_token_ids {
+        Some(ids) => ids.iter().copied().map(TokenId).collect(),
+        None => tokenizer.stop_tokens().into(),
+    };
+    SampleSpec {
+        group_size: u32::try_from(rollout.group_size).expect("the recipe was checked"),
+        max_new_tokens: rollout.max_new_tokens,
+        stop_tokens,
+        sampling: Sampling {
+            temperature: narrow(rollout.temperature),
+            sample_top_k: rollout.sample_top_k,
+            top_p: narrow(rollout.top_p),
+            min_p: narrow(rollout.min_p),
+        },
+        seed: recipe.run.seed,
+    }
+}
+
+/// The recipe's engine over `source`.
+///
+/// # Errors
+/// If the KV memory holds no block, or a tensor cannot be read.
+pub fn engine(
+    recipe: &Recipe,
+    model: &ModelConfig,
+    source: &dyn TensorSource,
+    version: PolicyVersion,
+) -> Result<Engine, RunError> {
+    let capture = routes_use(recipe) != RoutesUse::None;
+    let config = EngineConfig::from_recipe(&recipe.engine, recipe.rollout.dtype, capture);
+    Ok(Engine::new(config, model, source, version)?)
+}
+
+/// Refuses sizes that cannot hold what the recipe asks for: the longest prompt with its completion in the KV cache,
+/// and all rollouts of a step in the ring.
+///
+/// # Errors
+/// The first that is too small, with both numbers.
+pub fn check_sizes(recipe: &Recipe, model: &ModelConfig, task: &TaskParts) -> Result<(), RunError> {
+    let longest = |problems: &[r3_tasks::dataset::Problem]| -> Result<usize, RunError> {
+        let mut longest = 0;
+        for problem in problems {
+            longest = longest.max(task.tokenizer.encode(&problem.prompt)?.len());
+        }
+        Ok(longest)
+    };
+    let prompt_tokens = longest(&task.dataset.train)?.max(longest(&task.dataset.held_out)?);
+    let max_new_tokens = recipe.rollout.max_new_tokens.max(recipe.eval.max_new_tokens.unwrap_or(0));
+    let capture = routes_use(recipe) != RoutesUse::None;
+    let config = EngineConfig::from_recipe(&recipe.engine, recipe.rollout.dtype, capture);
+    config.check_room(model, prompt_tokens, max_new_tokens)?;
+
+    let dims: Option<RouteDims> = capture.then(|| model.route_dims());
+    let frame_bytes = max_frame_bytes(prompt_tokens + recipe.rollout.max_new_tokens, dims);
+    let n_frames = recipe.rollout.groups * recipe.rollout.group_size * max_batches(&recipe.algorithm);
+    // A record has a header, and one that would wrap leaves the end of the ring unused.
+    let needed_bytes = (frame_bytes + RECORD_OVERHEAD).saturating_mul(n_frames + 1) as u64;
+    if recipe.ring.bytes.0 < needed_bytes {
+        return Err(RunError::RingTooSmall { ring_bytes: recipe.ring.bytes.0, needed_bytes });
+    }
+    Ok(())
+}
+
+/// Bytes a frame takes in the ring beside its own: a header of one cache line and padding to another.
+const RECORD_OVERHEAD: usize = 128;
+
+/// Longest wait for the other end of the ring.
+#[must_use]
+pub fn deadline(recipe: &Recipe) -> Duration {
+    Duration::from_secs(recipe.ring.deadline_s)
+}
+
+/// Reads the policy of `dir`, showing how far it is.
+///
+/// # Errors
+/// If the directory is not a whole model r3 runs.
+pub fn load_policy(dir: &Path, progress: &Progress) -> Result<(ModelConfig, Policy), RunError> {
+    let checkpoint = Checkpoint::open(dir)?;
+    let config = checkpoint.config().clone();
+    let bar = progress.bar(BarKind::Load, checkpoint.bytes());
+    let policy = Policy::load(
+        &Watched {
+            source: &checkpoint,
+            bar: &bar,
+            bytes: checkpoint.bytes(),
+            parameters: config.n_parameters() as u64,
+        },
+        &config,
+    )?;
+    bar.finish();
+    Ok((config, policy))
+}
+
+/// A source that moves a bar as it is read.
+struct Watched<'a> {
+    source: &'a dyn TensorSource,
+    bar: &'a Bar,
+    bytes: u64,
+    parameters: u64,
+}
+
+impl TensorSource for Watched<'_> {
+    fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
+        self.source.read(name, out)?;
+        self.bar.inc(out.len() as u64 * self.bytes / self.parameters.max(1));
+        Ok(())
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "sampling works in f32")]
+pub(crate) fn narrow(value: f64) -> f32 {
+    value as f32
+}

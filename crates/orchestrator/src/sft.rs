@@ -1,0 +1,201 @@
+//! `r3 sft`: a supervised warm start on the task's own answers, written as a Hugging Face directory.
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use r3_core::ids::{PolicyVersion, TokenId};
+use r3_engine::config::EngineConfig;
+use r3_engine::engine::Engine;
+use r3_kernels::gemm::Dtype;
+use r3_model::autograd::Policy;
+use r3_model::config::ModelConfig;
+use r3_model::export::{copy_companions, write_weights};
+use r3_model::init::FreshWeights;
+use r3_recipe::recipe::SftRecipe;
+use r3_recipe::rollout::{Dtype as RecipeDtype, Engine as EngineSection};
+use r3_recipe::task::NewOrExistingModel;
+use r3_tasks::dataset::{Problem, PromptOrder};
+use r3_tasks::tokenizer::Tokenizer;
+use r3_telemetry::progress::{BarKind, Progress};
+use r3_train::sft::{Example, SftTrainer};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde::Serialize;
+
+use crate::error::{RunError, io_at};
+use crate::run::with_deep_stack;
+use crate::setup::{TaskParts, load_policy};
+use crate::shutdown::Shutdown;
+use crate::worker::{Held, greedy_accuracy};
+
+/// Tokens of one forward and backward pass.
+const MICRO_BATCH_TOKENS: usize = 4096;
+
+/// Steps between two lines on the terminal.
+const LINE_EVERY: u64 = 50;
+
+/// What a warm start came to; `r3 sft --json` prints it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct SftOutcome {
+    /// Optimiser steps.
+    pub steps: u64,
+    /// Wall time.
+    pub seconds: f64,
+    /// Mean negative logprob of the answers in the last step, nats a token.
+    pub loss: f64,
+    /// Greedy accuracy on held-out problems of the weights as they were written.
+    pub eval_after: Option<f64>,
+}
+
+/// Trains on demonstrations and writes bf16 weights to `run.out`.
+///
+/// # Errors
+/// Whatever keeps it from starting or stops it; `run.out` is only touched at the end.
+pub fn sft(recipe: &SftRecipe, overwrite: bool, shutdown: &Shutdown) -> Result<SftOutcome, RunError> {
+    with_deep_stack(|| {
+        let began = Instant::now();
+        let out = &recipe.run.out;
+        if out.join("model.safetensors").exists() && !overwrite {
+            return Err(RunError::OutTaken { path: out.clone() });
+        }
+        let progress = Progress::stderr();
+        let (config, policy, model_dir, tokenizer_path) = load_model(recipe, &progress)?;
+        let task = TaskParts::load(&recipe.task, tokenizer_path, config.vocab_size, None)?;
+        let mut trainer = SftTrainer::new(policy, &recipe.sft, MICRO_BATCH_TOKENS);
+        let loss = train(recipe, &task, &mut trainer, (&progress, shutdown))?;
+        write(out, model_dir, tokenizer_path, trainer.policy())?;
+        let eval_after = evaluate(recipe, &task, trainer.policy(), &progress)?;
+        Ok(SftOutcome { steps: recipe.sft.steps, seconds: began.elapsed().as_secs_f64(), loss, eval_after })
+    })
+}
+
+type Loaded<'a> = (ModelConfig, Policy, &'a Path, &'a Path);
+
+fn load_model<'a>(recipe: &'a SftRecipe, progress: &Progress) -> Result<Loaded<'a>, RunError> {
+    match &recipe.model {
+        NewOrExistingModel::New(new) => {
+            let config = ModelConfig::read(&new.config)?;
+            let policy = Policy::load(&FreshWeights::new(&config, recipe.run.seed), &config)?;
+            let dir = new.config.parent().unwrap_or(Path::new(""));
+            Ok((config, policy, dir, new.tokenizer_path()))
+        }
+        NewOrExistingModel::Existing(model) => {
+            let (config, policy) = load_policy(&model.path, progress)?;
+            Ok((config, policy, &model.path, model.tokenizer_path()))
+        }
+    }
+}
+
+fn train(
+    recipe: &SftRecipe,
+    task: &TaskParts,
+    trainer: &mut SftTrainer,
+    (progress, shutdown): (&Progress, &Shutdown),
+) -> Result<f64, RunError> {
+    let mut demonstrations = Demonstrations {
+        problems: &task.dataset.train,
+        tokenizer: &task.tokenizer,
+        order: PromptOrder::new(recipe.run.seed, task.dataset.train.len())?,
+        rng: ChaCha8Rng::seed_from_u64(recipe.run.seed),
+        carry_dropped: recipe.sft.carry_dropped,
+        cursor: 0,
+    };
+    let bar = progress.bar(BarKind::Train, recipe.sft.steps);
+    let mut loss = f64::NAN;
+    for step in 1..=recipe.sft.steps {
+        let batch = (0..recipe.sft.batch).map(|_| demonstrations.next()).collect::<Result<Vec<_>, _>>()?;
+        let examples: Vec<_> = batch
+            .iter()
+            .map(|(tokens, answer_start)| Example { tokens, answer_start: *answer_start })
+            .collect();
+        let stats = trainer.step(&examples)?;
+        loss = stats.loss;
+        bar.inc(1);
+        bar.tokens(stats.n_inputs as u64);
+        if step % LINE_EVERY == 0 || step == recipe.sft.steps {
+            progress.line(&format!(
+                "sft step {step}/{}  loss {loss:.4}  balance {:.3}  grad {:.3}  lr {:.2e}",
+                recipe.sft.steps, stats.load_balance, stats.grad_norm, stats.lr
+            ));
+        }
+        if shutdown.is_requested() {
+            return Err(RunError::Discarded { step });
+        }
+    }
+    bar.finish();
+    Ok(loss)
+}
+
+/// Endless demonstrations, keyed by a seed.
+struct Demonstrations<'a> {
+    problems: &'a [Problem],
+    tokenizer: &'a Tokenizer,
+    order: PromptOrder,
+    rng: ChaCha8Rng,
+    carry_dropped: f64,
+    cursor: u64,
+}
+
+impl Demonstrations<'_> {
+    /// Prompt, answer and end token, with the position where the answer starts.
+    fn next(&mut self) -> Result<(Vec<TokenId>, usize), RunError> {
+        let problem = &self.problems[self.order.prompt(self.cursor)];
+        self.cursor += 1;
+        let slips = self.rng.random_bool(self.carry_dropped);
+        let answer = match &problem.wrong {
+            Some(wrong) if slips => wrong,
+            _ => &problem.answer,
+        };
+        let mut tokens = self.tokenizer.encode(&problem.prompt)?;
+        let answer_start = tokens.len();
+        tokens.extend(self.tokenizer.encode(answer)?);
+        tokens.push(self.tokenizer.eos());
+        Ok((tokens, answer_start))
+    }
+}
+
+/// Writes a whole directory beside `out` and moves its files in.
+fn write(out: &Path, model_dir: &Path, tokenizer_path: &Path, policy: &Policy) -> Result<(), RunError> {
+    let staged = out.with_extension("tmp");
+    if staged.exists() {
+        fs::remove_dir_all(&staged).map_err(io_at(&staged))?;
+    }
+    fs::create_dir_all(&staged).map_err(io_at(&staged))?;
+    fs::create_dir_all(out).map_err(io_at(out))?;
+    copy_companions(model_dir, &staged)?;
+    if tokenizer_path.is_dir() {
+        copy_companions(tokenizer_path, &staged)?;
+    }
+    write_weights(&staged, policy.config(), policy, Dtype::Bf16)?;
+    for entry in fs::read_dir(&staged).map_err(io_at(&staged))? {
+        let entry = entry.map_err(io_at(&staged))?;
+        fs::rename(entry.path(), out.join(entry.file_name())).map_err(io_at(out))?;
+    }
+    fs::remove_dir(&staged).map_err(io_at(&staged))
+}
+
+/// Greedy accuracy in bf16: that of the weights as they were written.
+fn evaluate(
+    recipe: &SftRecipe,
+    task: &TaskParts,
+    policy: &Policy,
+    progress: &Progress,
+) -> Result<Option<f64>, RunError> {
+    let n_problems = recipe.sft.eval_problems.min(task.dataset.held_out.len());
+    if n_problems == 0 {
+        return Ok(None);
+    }
+    let config = EngineConfig::from_recipe(&EngineSection::default(), RecipeDtype::Bf16, false);
+    let mut engine = Engine::new(config, policy.config(), policy, PolicyVersion(0))?;
+    let stop_tokens: Arc<[TokenId]> = task.tokenizer.stop_tokens().into();
+    let held = Held {
+        problems: &task.dataset.held_out[..n_problems],
+        reward: &*task.reward,
+        stop_tokens: &stop_tokens,
+        max_new_tokens: recipe.sft.max_new_tokens,
+    };
+    let bar = progress.bar(BarKind::Eval, n_problems as u64);
+    Ok(Some(greedy_accuracy(&mut engine, &task.tokenizer, &held, &bar)?))
+}

@@ -1,0 +1,57 @@
+//! Ctrl-C and SIGTERM: the step is finished and saved, then the run ends.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use tokio::signal::unix::{SignalKind, signal};
+
+/// Whether someone asked the run to end. Clones share the wish.
+#[derive(Clone, Debug, Default)]
+pub struct Shutdown {
+    requested: Arc<AtomicBool>,
+}
+
+impl Shutdown {
+    /// Listens for SIGINT and SIGTERM from now on. The second one ends the process at once, with code 130.
+    ///
+    /// # Errors
+    /// If the signals cannot be listened for.
+    pub fn on_signals() -> std::io::Result<Self> {
+        let shutdown = Self::default();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
+        let (mut interrupt, mut terminate) = {
+            let _context = runtime.enter();
+            (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?)
+        };
+        let requested = shutdown.clone();
+        thread::Builder::new().name("signals".into()).spawn(move || {
+            runtime.block_on(async {
+                loop {
+                    tokio::select! {
+                        _ = interrupt.recv() => {}
+                        _ = terminate.recv() => {}
+                    }
+                    if requested.requested.swap(true, Ordering::Relaxed) {
+                        std::process::exit(130);
+                    }
+                    tracing::warn!(
+                        "finishing the step, then saving; once more ends at once and loses the step"
+                    );
+                }
+            });
+        })?;
+        Ok(shutdown)
+    }
+
+    /// Asks the run to end after its step.
+    pub fn request(&self) {
+        self.requested.store(true, Ordering::Relaxed); // A flag that is polled; it orders nothing.
+    }
+
+    /// Whether someone asked.
+    #[must_use]
+    pub fn is_requested(&self) -> bool {
+        self.requested.load(Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,401 @@
+//! The rollout worker: a thread that owns the engine, scores what it samples, and writes it into the ring.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use r3_core::ids::{GroupId, PolicyVersion, TokenId};
+use r3_core::rollout::{FinishReason, Reward as Outcome};
+use r3_engine::engine::{Engine, GroupRequest};
+use r3_engine::refit::RefitReport;
+use r3_engine::sampler::Sampling;
+use r3_model::autograd::SharedWeights;
+use r3_model::source::model_hash;
+use r3_ring::frame::{FrameMeta, encode, frame_bytes};
+use r3_ring::writer::Writer;
+use r3_scheduler::request::Finished;
+use r3_tasks::dataset::{Dataset, Prompt};
+use r3_tasks::reward::{Completion, Reward, RewardFailure, score_caught};
+use r3_tasks::tokenizer::Tokenizer;
+use r3_telemetry::progress::Bar;
+
+use crate::error::RunError;
+
+/// How rollouts are sampled.
+#[derive(Clone, Debug)]
+pub struct SampleSpec {
+    /// Rollouts of a prompt.
+    pub group_size: u32,
+    /// Tokens of a completion at most.
+    pub max_new_tokens: usize,
+    /// Any of these ends a completion.
+    pub stop_tokens: Arc<[TokenId]>,
+    /// How tokens are drawn.
+    pub sampling: Sampling,
+    /// Seed of the run.
+    pub seed: u64,
+}
+
+/// What a worker is built from.
+pub struct WorkerParts {
+    /// The engine.
+    pub engine: Engine,
+    /// Where rollouts go.
+    pub writer: Writer,
+    /// Longest wait for room in the ring.
+    pub deadline: Duration,
+    /// How rollouts are sampled.
+    pub spec: SampleSpec,
+    /// Judges completions.
+    pub reward: Arc<dyn Reward>,
+    /// The problems.
+    pub dataset: Arc<Dataset>,
+    /// Turns completions into text.
+    pub tokenizer: Arc<Tokenizer>,
+}
+
+/// What sampling a batch of prompts took.
+#[derive(Clone, Debug, Default)]
+pub struct SampleStats {
+    /// Tokens sampled.
+    pub sampled_tokens: u64,
+    /// Tokens of the prompts, once a group.
+    pub prompt_tokens: u64,
+    /// Of those, tokens found in the prefix cache.
+    pub cached_tokens: u64,
+    /// Seconds in the engine.
+    pub engine_s: f64,
+    /// Seconds of scoring.
+    pub reward_s: f64,
+    /// Largest share of KV blocks held at once.
+    pub kv_usage: f64,
+    /// Most sequences that ran at once.
+    pub max_running: usize,
+    /// Most sequences that waited at once.
+    pub max_waiting: usize,
+    /// Sequences that gave their blocks back.
+    pub preemptions: u64,
+    /// Rollouts that were scored.
+    pub n_scored: usize,
+    /// Rollouts whose reward failed.
+    pub failures: Vec<RewardFailure>,
+}
+
+impl SampleStats {
+    /// Adds what another batch of prompts took.
+    pub fn add(&mut self, other: Self) {
+        self.sampled_tokens += other.sampled_tokens;
+        self.prompt_tokens += other.prompt_tokens;
+        self.cached_tokens += other.cached_tokens;
+        self.engine_s += other.engine_s;
+        self.reward_s += other.reward_s;
+        self.kv_usage = self.kv_usage.max(other.kv_usage);
+        self.max_running = self.max_running.max(other.max_running);
+        self.max_waiting = self.max_waiting.max(other.max_waiting);
+        self.preemptions += other.preemptions;
+        self.n_scored += other.n_scored;
+        self.failures.extend(other.failures);
+    }
+}
+
+/// What a greedy evaluation found.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Evaluation {
+    /// Problems answered.
+    pub problems: usize,
+    /// Mean score.
+    pub accuracy: f64,
+    /// Seconds it took.
+    pub seconds: f64,
+}
+
+enum Command {
+    Sample { prompts: Vec<Prompt>, bar: Bar },
+    Evaluate { problems: usize, max_new_tokens: usize, bar: Bar },
+    Refit { weights: SharedWeights, version: PolicyVersion },
+}
+
+/// An answer to one [`Command`], in order.
+#[derive(Debug)]
+enum Reply {
+    Sampled(SampleStats),
+    Evaluated(Evaluation),
+    Refitted(RefitReport),
+}
+
+/// The trainer's end of the worker. Dropping it lets the worker finish.
+pub struct WorkerHandle {
+    commands: Option<Sender<Command>>,
+    replies: Receiver<Result<Reply, RunError>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl WorkerHandle {
+    /// Starts the worker thread.
+    ///
+    /// # Errors
+    /// If the machine has no thread to give.
+    pub fn spawn(parts: WorkerParts) -> Result<Self, RunError> {
+        let (commands, command_queue) = channel();
+        let (reply_queue, replies) = channel();
+        let worker = Worker { parts, prompts: HashMap::new() };
+        let thread = thread::Builder::new()
+            .name("rollout".into())
+            .spawn(move || worker.serve(&command_queue, &reply_queue))
+            .map_err(|source| RunError::Io { path: "the rollout thread".into(), source })?;
+        Ok(Self { commands: Some(commands), replies, thread: Some(thread) })
+    }
+
+    /// Asks for all rollouts of `prompts`; they arrive in the ring, and [`Self::sampled`] says when all have.
+    ///
+    /// # Errors
+    /// If the worker is gone.
+    pub fn sample(&self, prompts: Vec<Prompt>, bar: Bar) -> Result<(), RunError> {
+        self.send(Command::Sample { prompts, bar })
+    }
+
+    /// The outcome of [`Self::sample`], if it is there: `None` while the worker is at it.
+    ///
+    /// # Errors
+    /// Whatever stopped the worker.
+    pub fn sampled(&self, wait: Duration) -> Result<Option<SampleStats>, RunError> {
+        match self.replies.recv_timeout(wait) {
+            Ok(Ok(Reply::Sampled(stats))) => Ok(Some(stats)),
+            Ok(Ok(_)) => unreachable!("replies come in the order of commands"),
+            Ok(Err(error)) => Err(error),
+            Err(std::sync::mpsc::RecvTimeoutError::Timeout) => Ok(None),
+            Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => Err(RunError::WorkerGone),
+        }
+    }
+
+    /// Answers the first `problems` held-out problems greedily.
+    ///
+    /// # Errors
+    /// Whatever stopped the worker.
+    pub fn evaluate(&self, problems: usize, max_new_tokens: usize, bar: Bar) -> Result<Evaluation, RunError> {
+        self.send(Command::Evaluate { problems, max_new_tokens, bar })?;
+        match self.reply()? {
+            Reply::Evaluated(evaluation) => Ok(evaluation),
+            _ => unreachable!("replies come in the order of commands"),
+        }
+    }
+
+    /// Loads the trained weights into the engine, audited, and forgets everything of the old ones.
+    ///
+    /// # Errors
+    /// If a tensor is not finite or a hash differs; the engine then still serves the old weights.
+    pub fn refit(&self, weights: SharedWeights, version: PolicyVersion) -> Result<RefitReport, RunError> {
+        self.send(Command::Refit { weights, version })?;
+        match self.reply()? {
+            Reply::Refitted(report) => Ok(report),
+            _ => unreachable!("replies come in the order of commands"),
+        }
+    }
+
+    fn send(&self, command: Command) -> Result<(), RunError> {
+        let commands = self.commands.as_ref().expect("commands are only closed on drop");
+        commands.send(command).map_err(|_| RunError::WorkerGone)
+    }
+
+    fn reply(&self) -> Result<Reply, RunError> {
+        self.replies.recv().map_err(|_| RunError::WorkerGone)?
+    }
+}
+
+impl Drop for WorkerHandle {
+    fn drop(&mut self) {
+        self.commands = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join(); // Its panic has been printed, and reported as `WorkerGone`.
+        }
+    }
+}
+
+struct Worker {
+    parts: WorkerParts,
+    /// Problem of each group that is being sampled.
+    prompts: HashMap<GroupId, usize>,
+}
+
+impl Worker {
+    /// Obeys until the other end is dropped or something fails.
+    fn serve(mut self, commands: &Receiver<Command>, replies: &Sender<Result<Reply, RunError>>) {
+        while let Ok(command) = commands.recv() {
+            let reply = match command {
+                Command::Sample { prompts, bar } => self.sample(prompts, &bar).map(Reply::Sampled),
+                Command::Evaluate { problems, max_new_tokens, bar } => {
+                    self.evaluate(problems, max_new_tokens, &bar).map(Reply::Evaluated)
+                }
+                Command::Refit { weights, version } => {
+                    self.parts.engine.refit(&weights, version).map(Reply::Refitted).map_err(RunError::from)
+                }
+            };
+            let failed = reply.is_err();
+            if replies.send(reply).is_err() || failed {
+                return;
+            }
+        }
+    }
+
+    fn sample(&mut self, prompts: Vec<Prompt>, bar: &Bar) -> Result<SampleStats, RunError> {
+        let spec = self.parts.spec.clone();
+        let mut stats = SampleStats::default();
+        for prompt in prompts {
+            stats.prompt_tokens += prompt.tokens.len() as u64;
+            self.prompts.insert(prompt.group, prompt.problem);
+            self.parts.engine.submit(&GroupRequest {
+                group: prompt.group,
+                prompt: prompt.tokens.into(),
+                size: spec.group_size,
+                max_new_tokens: spec.max_new_tokens,
+                stop_tokens: Arc::clone(&spec.stop_tokens),
+                sampling: spec.sampling,
+                seed: spec.seed,
+            })?;
+        }
+        let preemptions_before = self.parts.engine.stats().n_preemptions;
+        while self.parts.engine.has_work() {
+            let start = Instant::now();
+            let tick = self.parts.engine.tick()?;
+            stats.engine_s += start.elapsed().as_secs_f64();
+            stats.sampled_tokens += tick.sampled_tokens as u64;
+            bar.tokens(tick.sampled_tokens as u64);
+            self.observe(&mut stats);
+            while let Some(finished) = self.parts.engine.take_finished() {
+                self.deliver(&finished, &mut stats)?;
+                bar.inc(1);
+            }
+        }
+        stats.preemptions = self.parts.engine.stats().n_preemptions - preemptions_before;
+        self.prompts.clear();
+        Ok(stats)
+    }
+
+    fn observe(&self, stats: &mut SampleStats) {
+        let now = self.parts.engine.stats();
+        stats.kv_usage = stats.kv_usage.max(now.n_held_blocks as f64 / now.n_blocks as f64);
+        stats.max_running = stats.max_running.max(now.n_running);
+        stats.max_waiting = stats.max_waiting.max(now.n_waiting);
+    }
+
+    /// Scores a rollout and writes its frame: the one copy its routes ever see.
+    fn deliver(&mut self, finished: &Finished, stats: &mut SampleStats) -> Result<(), RunError> {
+        let start = Instant::now();
+        let reward = match self.score(finished)? {
+            Ok(score) => {
+                stats.n_scored += 1;
+                Outcome::Score(score)
+            }
+            Err(failure) => {
+                tracing::warn!(group = finished.group.0, rollout = finished.index, "{failure}");
+                stats.failures.push(failure);
+                Outcome::Failed
+            }
+        };
+        stats.reward_s += start.elapsed().as_secs_f64();
+        if finished.index == 0 {
+            stats.cached_tokens += finished.cached_tokens as u64;
+        }
+        let engine = &self.parts.engine;
+        let layer_ids = engine.model().moe_layers();
+        let meta = FrameMeta {
+            layer_ids: &layer_ids,
+            weight_epoch: engine.epoch(),
+            model_hash: model_hash(engine.hashes()),
+            reward,
+            mask: None,
+        };
+        let rollout = finished.view();
+        let mut frame = self.parts.writer.reserve(frame_bytes(&rollout), self.parts.deadline)?;
+        encode(&rollout, &meta, &mut frame);
+        frame.commit();
+        Ok(())
+    }
+
+    fn score(&self, finished: &Finished) -> Result<Result<f32, RewardFailure>, RunError> {
+        let problem = &self.parts.dataset.train[self.prompts[&finished.group]];
+        let rollout = finished.view();
+        let text = self.parts.tokenizer.completion_text(rollout.completion(), rollout.finish)?;
+        let completion = Completion {
+            group: finished.group,
+            index: finished.index,
+            text: &text,
+            finished: finished.finish == FinishReason::Stop,
+        };
+        Ok(score_caught(&*self.parts.reward, problem, &completion))
+    }
+
+    fn evaluate(
+        &mut self,
+        problems: usize,
+        max_new_tokens: usize,
+        bar: &Bar,
+    ) -> Result<Evaluation, RunError> {
+        let start = Instant::now();
+        let WorkerParts { engine, tokenizer, dataset, reward, spec, .. } = &mut self.parts;
+        let held_out = &dataset.held_out[..problems.min(dataset.held_out.len())];
+        let accuracy = greedy_accuracy(
+            engine,
+            tokenizer,
+            &Held { problems: held_out, reward: &**reward, stop_tokens: &spec.stop_tokens, max_new_tokens },
+            bar,
+        )?;
+        Ok(Evaluation { problems: held_out.len(), accuracy, seconds: start.elapsed().as_secs_f64() })
+    }
+}
+
+/// What is evaluated, and how.
+pub struct Held<'a> {
+    /// The problems.
+    pub problems: &'a [r3_tasks::dataset::Problem],
+    /// Judges the answers.
+    pub reward: &'a dyn Reward,
+    /// Any of these ends an answer.
+    pub stop_tokens: &'a Arc<[TokenId]>,
+    /// Tokens of an answer at most.
+    pub max_new_tokens: usize,
+}
+
+/// Mean score of one greedy answer to each problem; an answer whose reward fails counts 0. 0 without problems.
+///
+/// # Errors
+/// If a prompt cannot be encoded or the engine refuses it.
+pub fn greedy_accuracy(
+    engine: &mut Engine,
+    tokenizer: &Tokenizer,
+    held: &Held<'_>,
+    bar: &Bar,
+) -> Result<f64, RunError> {
+    for (index, problem) in held.problems.iter().enumerate() {
+        engine.submit(&GroupRequest {
+            group: GroupId(index as u64),
+            prompt: tokenizer.encode(&problem.prompt)?.into(),
+            size: 1,
+            max_new_tokens: held.max_new_tokens,
+            stop_tokens: Arc::clone(held.stop_tokens),
+            sampling: Sampling::GREEDY,
+            seed: 0,
+        })?;
+    }
+    let mut sum = 0.0;
+    while engine.has_work() {
+        let tick = engine.tick()?;
+        bar.tokens(tick.sampled_tokens as u64);
+        while let Some(finished) = engine.take_finished() {
+            let rollout = finished.view();
+            let text = tokenizer.completion_text(rollout.completion(), rollout.finish)?;
+            let completion = Completion {
+                group: finished.group,
+                index: 0,
+                text: &text,
+                finished: finished.finish == FinishReason::Stop,
+            };
+            let problem = &held.problems[finished.group.index()];
+            sum += f64::from(score_caught(held.reward, problem, &completion).unwrap_or(0.0));
+            bar.inc(1);
+        }
+    }
+    Ok(sum / held.problems.len().max(1) as f64)
+}
