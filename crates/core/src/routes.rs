@@ -138,23 +138,38 @@ impl<'a> RouteView<'a> {
         if self.rows() != expected_rows {
             return Err(RouteError::RowCount { rows: self.rows(), expected_rows });
         }
-        for row in 0..self.rows() {
-            for layer in 0..n_layers {
-                for k in 0..top_k {
-                    let expert = self.expert(row, layer, k);
-                    if usize::from(expert) >= n_experts {
-                        return Err(RouteError::OutOfRange { row, layer, expert, n_experts });
-                    }
-                    if (0..k).any(|earlier| self.expert(row, layer, earlier) == expert) {
-                        return Err(RouteError::Duplicate { row, layer, expert });
-                    }
-                }
+        match self.dims.width() {
+            IdWidth::U8 => self.check_choices(|at| u16::from(self.bytes[at]))?,
+            IdWidth::U16 => {
+                let (pairs, _) = self.bytes.as_chunks();
+                self.check_choices(|at| u16::from_le_bytes(pairs[at]))?;
             }
         }
         if top_k == 1 && n_experts > 1 && self.rows() >= 16 {
             let all_zero = |layer: &usize| (0..self.rows()).all(|row| self.expert(row, *layer, 0) == 0);
             if let Some(layer) = (0..n_layers).find(all_zero) {
                 return Err(RouteError::AllZeroLayer { layer });
+            }
+        }
+        Ok(())
+    }
+
+    /// The part of [`Self::check`] that looks at every id: in range, and new in its choice.
+    fn check_choices(self, id: impl Fn(usize) -> u16) -> Result<(), RouteError> {
+        let RouteDims { n_layers, top_k, n_experts } = self.dims;
+        // The choice that last named each expert, from 1: one look-up for each id instead of a search.
+        let mut named_by = vec![0; n_experts];
+        for choice in 0..self.rows() * n_layers {
+            let (row, layer) = (choice / n_layers, choice % n_layers);
+            for k in 0..top_k {
+                let expert = id(choice * top_k + k);
+                match named_by.get_mut(usize::from(expert)) {
+                    None => return Err(RouteError::OutOfRange { row, layer, expert, n_experts }),
+                    Some(last) if *last == choice + 1 => {
+                        return Err(RouteError::Duplicate { row, layer, expert });
+                    }
+                    Some(last) => *last = choice + 1,
+                }
             }
         }
         Ok(())
@@ -293,6 +308,46 @@ mod tests {
         let missing = RouteView::new(DIMS, &[0, 1, 2, 3]).unwrap().check(2);
         assert_eq!(missing, Err(RouteError::RowCount { rows: 1, expected_rows: 2 }));
         assert!(RouteView::new(DIMS, &[0, 1, 2]).is_err());
+    }
+
+    /// What [`RouteView::check`] says of ids, by searching.
+    fn naive_fault(view: RouteView<'_>) -> Option<RouteError> {
+        let RouteDims { n_layers, top_k, n_experts } = view.dims();
+        for (row, layer) in (0..view.rows()).flat_map(|row| (0..n_layers).map(move |layer| (row, layer))) {
+            for k in 0..top_k {
+                let expert = view.expert(row, layer, k);
+                if usize::from(expert) >= n_experts {
+                    return Some(RouteError::OutOfRange { row, layer, expert, n_experts });
+                }
+                if (0..k).any(|earlier| view.expert(row, layer, earlier) == expert) {
+                    return Some(RouteError::Duplicate { row, layer, expert });
+                }
+            }
+        }
+        None
+    }
+
+    #[test]
+    fn the_first_fault_is_found_in_either_width() {
+        let mut state = 1u64;
+        let mut draw = |end: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) % end
+        };
+        let mut faults = 0;
+        for n_experts in [5usize, 300] {
+            let dims = RouteDims { n_layers: 2, top_k: 2, n_experts };
+            for _ in 0..2000 {
+                let ids: Vec<u16> =
+                    (0..12).map(|_| u16::try_from(draw(n_experts as u64 + 1)).unwrap()).collect();
+                let mut bytes = vec![0; ids.len() * dims.width().bytes()];
+                write_ids(&ids, dims.width(), &mut bytes);
+                let view = RouteView::new(dims, &bytes).unwrap();
+                assert_eq!(view.check(3).err(), naive_fault(view));
+                faults += usize::from(naive_fault(view).is_some());
+            }
+        }
+        assert!((500..3500).contains(&faults), "{faults} of 4000 had a fault");
     }
 
     #[test]
