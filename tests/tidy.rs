@@ -11,6 +11,8 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use r3_recipe::recipe::Recipe;
+
 use rules::Violation;
 
 /// The crates, from the ground up, with the crates of ours each may depend on. Tests may use any.
@@ -229,4 +231,14 @@ fn docs_name_what_exists() {
 #[test]
 fn the_readme_has_two_commands() {
     hold(|path| path == "README.md", rules::has_two_commands);
+}
+
+#[test]
+fn the_recipe_of_the_readme_is_good() {
+    let tree = Tree::read();
+    let (_, block) = tree.get("README.md").split_once("```yaml\n").expect("a recipe");
+    let (recipe, _) = block.split_once("```").expect("the end of the recipe");
+    if let Err(error) = Recipe::parse(recipe, "README.md") {
+        panic!("{error}\n{}", error.hint());
+    }
 }
