@@ -2,10 +2,8 @@
 
 use std::ops::Range;
 
-use gemm::Parallelism;
-
 use super::dispatch::Dispatch;
-use crate::gemm::gradient::{Matrix, product};
+use crate::gemm::gradient::{Left, product};
 use crate::gemm::{Dtype, PackedMatrix, Rows, multiply};
 use crate::parallel::{self, Disjoint};
 
@@ -45,8 +43,7 @@ pub(super) fn rows_gradient(dispatch: &Dispatch, grad: &[f32], w: Weights<'_>, o
     each_expert(dispatch, n * k, |expert, span| {
         // SAFETY: experts share no row, and each is visited once.
         let out = unsafe { out.part(span.start * k..span.end * k) };
-        let grad = Matrix::new(&grad[span.start * n..span.end * n], n);
-        product(grad, Matrix::new(w.of(expert), k), out, Parallelism::None);
+        product(Left::Plain(&grad[span.start * n..span.end * n]), w.of(expert), k, out);
     });
 }
 
@@ -63,8 +60,8 @@ pub(super) fn weights_gradient(
     each_expert(dispatch, n * k, |expert, span| {
         // SAFETY: each expert is visited once.
         let out = unsafe { parts.part(expert * n * k..(expert + 1) * n * k) };
-        let grad = Matrix::new(&grad[span.start * n..span.end * n], n);
-        product(grad.t(), Matrix::new(&rows[span.start * k..span.end * k], k), out, Parallelism::None);
+        let grad = Left::Transposed(&grad[span.start * n..span.end * n]);
+        product(grad, &rows[span.start * k..span.end * k], k, out);
     });
     weights
 }

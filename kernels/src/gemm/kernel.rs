@@ -14,6 +14,8 @@ pub(super) const TILE_ROWS: usize = 8;
 const TILE_PANELS: usize = 3;
 /// Rows that make too few chains to hide the latency of an addition; they take [`MANY_PANELS`] at once instead.
 const FEW_ROWS: usize = 2;
+/// Depth of a strip: three panels of it take 192 KiB of the second-level cache.
+const MAX_DEPTH: usize = 1024;
 /// Panels of a register tile of one row; half of it where registers are few.
 const MANY_PANELS: usize = 8;
 
@@ -24,11 +26,11 @@ pub(super) struct Line<W>(pub(super) [W; LANES]);
 
 /// One product `y = x Wᵀ + bias`, to be worked on by tiles. A word is one f32 or two bf16 along `K`.
 pub(super) struct Job<'a, W> {
-    /// `[T, depth]`.
+    /// `[T, depth]`; `[depth, T]` for the kernels called transposed.
     pub(super) x: &'a [W],
     /// `[N/16, depth]`.
     pub(super) lines: &'a [Line<W>],
-    /// Words along `K`.
+    /// Words along `K`, at least one.
     pub(super) depth: usize,
     /// Columns of `y`.
     pub(super) n: usize,
@@ -63,7 +65,7 @@ trait Dot {
     /// Whether registers hold the largest tile.
     const WIDE: bool;
 
-    fn zero() -> Self::Sums;
+    fn load(from: &[f32; LANES]) -> Self::Sums;
     fn weights(line: &[Self::Word; LANES]) -> Self::Weights;
     fn activation(word: Self::Word) -> Self::Activation;
     fn add(sums: Self::Sums, weights: Self::Weights, activation: Self::Activation) -> Self::Sums;
@@ -77,7 +79,17 @@ multiversion! {
 
 #[inline(always)]
 pub(super) fn run_f32_body<I: Isa>(job: &Job<'_, f32>, tile: &Tile) {
-    run::<F32<I>>(job, tile);
+    run::<F32<I>, false>(job, tile);
+}
+
+multiversion! {
+    /// [`run_f32`] with `x` as its transpose, `[depth, T]`.
+    pub(super) fn run_f32_transposed(job: &Job<'_, f32>, tile: &Tile) = run_f32_transposed_body;
+}
+
+#[inline(always)]
+fn run_f32_transposed_body<I: Isa>(job: &Job<'_, f32>, tile: &Tile) {
+    run::<F32<I>, true>(job, tile);
 }
 
 /// Computes `tile` of a bf16 product, natively where the machine can.
@@ -97,7 +109,7 @@ multiversion! {
 
 #[inline(always)]
 pub(super) fn run_widened_body<I: Isa>(job: &Job<'_, u32>, tile: &Tile) {
-    run::<Widened<I>>(job, tile);
+    run::<Widened<I>, false>(job, tile);
 }
 
 /// Panels that tiles of `n_rows` rows take at once: how products are best cut.
@@ -105,119 +117,179 @@ pub(super) fn strip_panels(n_rows: usize) -> usize {
     if n_rows <= FEW_ROWS { MANY_PANELS } else { TILE_PANELS }
 }
 
-/// Panels outside, rows inside: a strip of panels stays in the second-level cache while all rows pass by.
+/// Depth outside, then panels, rows inside: a strip of panels stays in the second-level cache while all rows pass
+/// by. A chain that is cut here goes on from where it was, so cutting changes no bit.
 #[inline(always)]
-fn run<D: Dot>(job: &Job<'_, D::Word>, tile: &Tile) {
-    let Tile { rows, panels } = tile.clone();
-    let mut panel = panels.start;
-    if rows.len() <= FEW_ROWS {
-        let many = if D::WIDE { MANY_PANELS } else { MANY_PANELS / 2 };
-        while panel + many <= panels.end {
-            for row in rows.clone() {
-                if D::WIDE {
-                    register_tile::<D, 1, MANY_PANELS>(job, row, panel);
-                } else {
-                    register_tile::<D, 1, { MANY_PANELS / 2 }>(job, row, panel);
-                }
-            }
-            panel += many;
+fn run<D: Dot, const TRANSPOSED: bool>(job: &Job<'_, D::Word>, tile: &Tile) {
+    for start in (0..job.depth).step_by(MAX_DEPTH) {
+        let block = Block { rows: tile.rows.clone(), depth: start..job.depth.min(start + MAX_DEPTH) };
+        let mut panel = tile.panels.start;
+        if tile.rows.len() <= FEW_ROWS {
+            panel = few_rows::<D, TRANSPOSED>(job, &block, tile.panels.clone());
+        }
+        while panel < tile.panels.end {
+            // 4 = 2 + 2: a strip of one panel would leave the multipliers waiting for activations.
+            panel += match tile.panels.end - panel {
+                _ if !D::WIDE => narrow_strip::<D, TRANSPOSED>(job, &block, panel),
+                1 => strip::<D, TRANSPOSED, 1>(job, &block, panel),
+                2 | 4 => strip::<D, TRANSPOSED, 2>(job, &block, panel),
+                _ => strip::<D, TRANSPOSED, TILE_PANELS>(job, &block, panel),
+            };
         }
     }
-    while panel < panels.end {
-        // 4 = 2 + 2: a strip of one panel would leave the multipliers waiting for activations.
-        panel += match panels.end - panel {
-            _ if !D::WIDE => narrow_strip::<D>(job, rows.clone(), panel),
-            1 => strip::<D, 1>(job, rows.clone(), panel),
-            2 | 4 => strip::<D, 2>(job, rows.clone(), panel),
-            _ => strip::<D, TILE_PANELS>(job, rows.clone(), panel),
-        };
+}
+
+/// What a strip works on.
+struct Block {
+    rows: Range<usize>,
+    depth: Range<usize>,
+}
+
+/// Rows one by one, many panels at once; returns the first panel that is left.
+#[inline(always)]
+fn few_rows<D: Dot, const TRANSPOSED: bool>(
+    job: &Job<'_, D::Word>,
+    block: &Block,
+    panels: Range<usize>,
+) -> usize {
+    let many = if D::WIDE { MANY_PANELS } else { MANY_PANELS / 2 };
+    let mut panel = panels.start;
+    while panel + many <= panels.end {
+        for row in block.rows.clone() {
+            if D::WIDE {
+                register_tile::<D, TRANSPOSED, 1, MANY_PANELS>(job, block, row, panel);
+            } else {
+                register_tile::<D, TRANSPOSED, 1, { MANY_PANELS / 2 }>(job, block, row, panel);
+            }
+        }
+        panel += many;
     }
+    panel
 }
 
 /// All rows of `PANELS` panels, 8 at a time, then the rest at once.
 #[inline(always)]
-fn strip<D: Dot, const PANELS: usize>(job: &Job<'_, D::Word>, rows: Range<usize>, panel: usize) -> usize {
-    let mut row = rows.start;
-    while row + TILE_ROWS <= rows.end {
-        register_tile::<D, TILE_ROWS, PANELS>(job, row, panel);
+fn strip<D: Dot, const TRANSPOSED: bool, const PANELS: usize>(
+    job: &Job<'_, D::Word>,
+    block: &Block,
+    panel: usize,
+) -> usize {
+    let Range { start: mut row, end } = block.rows;
+    while row + TILE_ROWS <= end {
+        register_tile::<D, TRANSPOSED, TILE_ROWS, PANELS>(job, block, row, panel);
         row += TILE_ROWS;
     }
-    match rows.end - row {
+    match end - row {
         0 => {}
-        1 => register_tile::<D, 1, PANELS>(job, row, panel),
-        2 => register_tile::<D, 2, PANELS>(job, row, panel),
-        3 => register_tile::<D, 3, PANELS>(job, row, panel),
-        4 => register_tile::<D, 4, PANELS>(job, row, panel),
-        5 => register_tile::<D, 5, PANELS>(job, row, panel),
-        6 => register_tile::<D, 6, PANELS>(job, row, panel),
-        _ => register_tile::<D, 7, PANELS>(job, row, panel),
+        1 => register_tile::<D, TRANSPOSED, 1, PANELS>(job, block, row, panel),
+        2 => register_tile::<D, TRANSPOSED, 2, PANELS>(job, block, row, panel),
+        3 => register_tile::<D, TRANSPOSED, 3, PANELS>(job, block, row, panel),
+        4 => register_tile::<D, TRANSPOSED, 4, PANELS>(job, block, row, panel),
+        5 => register_tile::<D, TRANSPOSED, 5, PANELS>(job, block, row, panel),
+        6 => register_tile::<D, TRANSPOSED, 6, PANELS>(job, block, row, panel),
+        _ => register_tile::<D, TRANSPOSED, 7, PANELS>(job, block, row, panel),
     }
     PANELS
 }
 
 /// All rows of one panel, 4 at a time: what 16 vector registers of 8 lanes hold.
 #[inline(always)]
-fn narrow_strip<D: Dot>(job: &Job<'_, D::Word>, rows: Range<usize>, panel: usize) -> usize {
-    let mut row = rows.start;
-    while row + 4 <= rows.end {
-        register_tile::<D, 4, 1>(job, row, panel);
+fn narrow_strip<D: Dot, const TRANSPOSED: bool>(
+    job: &Job<'_, D::Word>,
+    block: &Block,
+    panel: usize,
+) -> usize {
+    let Range { start: mut row, end } = block.rows;
+    while row + 4 <= end {
+        register_tile::<D, TRANSPOSED, 4, 1>(job, block, row, panel);
         row += 4;
     }
-    match rows.end - row {
+    match end - row {
         0 => {}
-        1 => register_tile::<D, 1, 1>(job, row, panel),
-        2 => register_tile::<D, 2, 1>(job, row, panel),
-        _ => register_tile::<D, 3, 1>(job, row, panel),
+        1 => register_tile::<D, TRANSPOSED, 1, 1>(job, block, row, panel),
+        2 => register_tile::<D, TRANSPOSED, 2, 1>(job, block, row, panel),
+        _ => register_tile::<D, TRANSPOSED, 3, 1>(job, block, row, panel),
     }
     1
 }
 
-/// `ROWS` by `PANELS` sums in registers, each one chain over the depth.
+/// `ROWS` by `PANELS` sums in registers, each one chain over the block's depth.
 #[inline(always)]
-fn register_tile<D: Dot, const ROWS: usize, const PANELS: usize>(
+fn register_tile<D: Dot, const TRANSPOSED: bool, const ROWS: usize, const PANELS: usize>(
     job: &Job<'_, D::Word>,
+    block: &Block,
     row: usize,
     panel: usize,
 ) {
-    let depth = job.depth;
-    let x: [&[D::Word]; ROWS] = std::array::from_fn(|r| &job.x[(row + r) * depth..][..depth]);
-    let lines: [&[Line<D::Word>]; PANELS] =
-        std::array::from_fn(|p| &job.lines[(panel + p) * depth..][..depth]);
-    let mut sums = [[D::zero(); PANELS]; ROWS];
-    for k in 0..depth {
+    let (depth, n_rows) = (job.depth, job.x.len() / job.depth);
+    let cut = |from: usize| from + block.depth.start..from + block.depth.end;
+    let lines: [&[Line<D::Word>]; PANELS] = std::array::from_fn(|p| &job.lines[cut((panel + p) * depth)]);
+    let x_rows: [&[D::Word]; ROWS] =
+        std::array::from_fn(|r| if TRANSPOSED { &[][..] } else { &job.x[cut((row + r) * depth)] });
+    let x_columns = if TRANSPOSED { &job.x[block.depth.start * n_rows..] } else { &[] };
+    let mut sums = [[D::load(&[0.0; LANES]); PANELS]; ROWS];
+    if block.depth.start > 0 {
+        for (r, sums) in sums.iter_mut().enumerate() {
+            for (p, sums) in sums.iter_mut().enumerate() {
+                *sums = D::load(&loaded(job, row + r, panel + p));
+            }
+        }
+    }
+    for k in 0..block.depth.len() {
         // A loop, not `array::from_fn`: a closure over vectors is not always inlined; see `Isa`.
         let mut weights = [D::weights(&lines[0][k].0); PANELS];
         for p in 1..PANELS {
             weights[p] = D::weights(&lines[p][k].0);
         }
+        let x_column = if TRANSPOSED { &x_columns[k * n_rows + row..][..ROWS] } else { &[] };
         for r in 0..ROWS {
-            let activation = D::activation(x[r][k]);
+            let activation = D::activation(if TRANSPOSED { x_column[r] } else { x_rows[r][k] });
             for p in 0..PANELS {
                 sums[r][p] = D::add(sums[r][p], weights[p], activation);
             }
         }
     }
+    let bias = job.bias.filter(|_| block.depth.end == depth);
     for (r, sums) in sums.iter().enumerate() {
         for (p, &sums) in sums.iter().enumerate() {
             let mut values = [0.0; LANES];
             D::store(sums, &mut values);
-            let column = (panel + p) * LANES;
-            let end = job.n.min(column + LANES);
-            if let Some(bias) = job.bias {
-                for (value, bias) in values.iter_mut().zip(&bias[column..end]) {
-                    *value += bias;
-                }
-            }
-            let at = (row + r) * job.n;
-            // SAFETY: tiles of one job share no row of a panel, so no other task touches these elements, and this
-            // task holds one part at a time.
-            let y = unsafe { job.y.part(at + column..at + end) };
-            match <&mut [f32; LANES]>::try_from(&mut *y) {
-                Ok(whole) => *whole = values,
-                Err(_) => y.copy_from_slice(&values[..end - column]),
-            }
+            store(job, row + r, panel + p, values, bias);
         }
     }
+}
+
+/// The sums of `row` in `panel` that earlier blocks left in `y`.
+#[inline(always)]
+fn loaded<W>(job: &Job<'_, W>, row: usize, panel: usize) -> [f32; LANES] {
+    let y = part(job, row, panel);
+    let mut values = [0.0; LANES];
+    values[..y.len()].copy_from_slice(y);
+    values
+}
+
+#[inline(always)]
+fn store<W>(job: &Job<'_, W>, row: usize, panel: usize, mut values: [f32; LANES], bias: Option<&[f32]>) {
+    if let Some(bias) = bias {
+        for (value, bias) in values.iter_mut().zip(&bias[panel * LANES..]) {
+            *value += bias;
+        }
+    }
+    let y = part(job, row, panel);
+    match <&mut [f32; LANES]>::try_from(&mut *y) {
+        Ok(whole) => *whole = values,
+        Err(_) => y.copy_from_slice(&values[..y.len()]),
+    }
+}
+
+/// The elements of `y` in `row` and `panel`.
+#[inline(always)]
+#[expect(clippy::mut_from_ref, reason = "tiles do not overlap; see the safety comment")]
+fn part<'a, W>(job: &'a Job<'_, W>, row: usize, panel: usize) -> &'a mut [f32] {
+    let (start, end) = (panel * LANES, job.n.min((panel + 1) * LANES));
+    // SAFETY: tiles of one job share no row of a panel, so no other task touches these elements, and callers here
+    // hold one part at a time.
+    unsafe { job.y.part(row * job.n + start..row * job.n + end) }
 }
 
 /// f32 times f32.
@@ -231,8 +303,8 @@ impl<I: Isa> Dot for F32<I> {
     const WIDE: bool = I::WIDE;
 
     #[inline(always)]
-    fn zero() -> I::Lanes {
-        I::Lanes::splat(0.0)
+    fn load(from: &[f32; LANES]) -> I::Lanes {
+        I::Lanes::load(from)
     }
 
     #[inline(always)]
@@ -267,8 +339,8 @@ impl<I: Isa> Dot for Widened<I> {
     const WIDE: bool = I::WIDE;
 
     #[inline(always)]
-    fn zero() -> I::Lanes {
-        I::Lanes::splat(0.0)
+    fn load(from: &[f32; LANES]) -> I::Lanes {
+        I::Lanes::load(from)
     }
 
     #[inline(always)]
@@ -326,8 +398,8 @@ fn pack_bf16_body<I: Isa>(rows: &[f32], k: usize, panel: &mut [Line<u32>]) {
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::{
-        __m512, __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_si512, _mm512_set1_epi32,
-        _mm512_setzero_ps, _mm512_storeu_ps,
+        __m512, __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_set1_epi32,
+        _mm512_storeu_ps,
     };
 
     use super::{Dot, Job, LANES, Tile, run};
@@ -341,7 +413,7 @@ mod x86 {
     /// Computes `tile` with `vdpbf16ps`.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")]
     pub(super) fn run_native(job: &Job<'_, u32>, tile: &Tile) {
-        run::<Native>(job, tile);
+        run::<Native, false>(job, tile);
     }
 
     /// bf16 times bf16 in pairs. Only [`run_native`] names it, so AVX512-BF16 exists where its methods run.
@@ -355,9 +427,9 @@ mod x86 {
         const WIDE: bool = true;
 
         #[inline(always)]
-        fn zero() -> __m512 {
-            // SAFETY: AVX-512 exists where this runs.
-            unsafe { _mm512_setzero_ps() }
+        fn load(from: &[f32; LANES]) -> __m512 {
+            // SAFETY: AVX-512 exists, and the reference covers the 64 bytes read.
+            unsafe { _mm512_loadu_ps(from.as_ptr()) }
         }
 
         #[inline(always)]

@@ -1,11 +1,10 @@
 //! `x Wᵀ` as a candle op.
 
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
-use gemm::Parallelism;
 
-use super::gradient::{Matrix, product};
+use super::gradient::{Left, product};
 use super::{Dtype, PackedMatrix, matmul};
-use crate::candle_io::{f32_slice, with_f32};
+use crate::candle_io::{f32_slice, f32_view};
 
 pub(super) fn apply(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     x.contiguous()?.apply_op2(&w.contiguous()?, Linear)
@@ -43,17 +42,17 @@ impl CustomOp2 for Linear {
         _y: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (n, k) = w.dims2()?;
-        with_f32(grad, |grad| {
-            let grad = Matrix::new(grad, n);
-            let of = |like: &Tensor, a: Matrix<'_>, b: &[f32]| {
-                let mut out = vec![0.0; like.elem_count()];
-                product(a, Matrix::new(b, k), &mut out, Parallelism::Rayon(0));
-                Tensor::from_vec(out, like.shape(), like.device())
-            };
-            let x_grad = x.track_op().then(|| with_f32(w, |w| of(x, grad, w))).transpose()?;
-            let w_grad = w.track_op().then(|| with_f32(x, |x| of(w, grad.t(), x))).transpose()?;
-            Ok((x_grad, w_grad))
-        })
+        let (_, k) = w.dims2()?;
+        let (x_values, w_values) = (f32_view(x)?, f32_view(w)?);
+        let grad = grad.contiguous()?;
+        let grad = f32_view(&grad)?;
+        let gradient = |of: &Tensor, a: Left<'_>, b: &[f32]| {
+            let mut out = vec![0.0; of.elem_count()];
+            product(a, b, k, &mut out);
+            Tensor::from_vec(out, of.shape(), of.device())
+        };
+        let x_grad = || gradient(x, Left::Plain(&grad), &w_values);
+        let w_grad = || gradient(w, Left::Transposed(&grad), &x_values);
+        Ok((x.track_op().then(x_grad).transpose()?, w.track_op().then(w_grad).transpose()?))
     }
 }

@@ -32,12 +32,13 @@ fn dtype() -> impl Strategy<Value = Dtype> {
     prop_oneof![Just(Dtype::F32), Just(Dtype::Bf16)]
 }
 
-/// Rows, columns and depth; now and then large enough to be split over threads.
+/// Rows, columns and depth; now and then large enough to be split over threads, or cut along the depth.
 fn shape() -> impl Strategy<Value = (usize, usize, usize)> {
     prop_oneof![
         4 => (0_usize..20, 1_usize..150, 1_usize..70),
         1 => (1_usize..300, 100_usize..200, 60_usize..80),
         1 => (1_usize..4, 600_usize..1400, 500_usize..700),
+        1 => (1_usize..12, 1_usize..70, 2000_usize..4200),
     ]
 }
 
