@@ -46,7 +46,7 @@ impl ModelError {
     pub fn hint(&self) -> String {
         match self {
             Self::Read { path, .. } if path.ends_with("config.json") => {
-                "point `model.path` at a Hugging Face model directory (config.json, *.safetensors)".into()
+                "name a Hugging Face model directory, with config.json and *.safetensors".into()
             }
             Self::Read { .. } => "check that the file exists and is readable".into(),
             Self::Write { .. } => "free some space or choose another directory; nothing was replaced".into(),

@@ -1,6 +1,7 @@
 //! The loop. Read this first.
 
 use std::fs;
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
@@ -166,6 +167,7 @@ impl<'a> Run<'a> {
             true => r3_telemetry::jsonl::read(&out.join("metrics.jsonl"))?,
             false => Vec::new(),
         };
+        telemetry.progress().line(&watch_line(out, telemetry.addr()));
         Ok(Self {
             recipe,
             began,
@@ -320,6 +322,15 @@ impl<'a> Run<'a> {
     fn finish(self) -> Result<RunOutcome, RunError> {
         let summary = RunSummary::new(&self.records, self.began.elapsed().as_secs_f64());
         Ok(RunOutcome { records: self.records, summary })
+    }
+}
+
+/// Where a run writes, and where it can be watched.
+fn watch_line(out: &Path, metrics: Option<SocketAddr>) -> String {
+    let out = out.display();
+    match metrics {
+        Some(addr) => format!("writing to {out}; metrics at http://{addr}/metrics"),
+        None => format!("writing to {out}"),
     }
 }
 

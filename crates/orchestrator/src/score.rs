@@ -9,6 +9,8 @@ use r3_kernels::gemm::Dtype;
 use r3_kernels::router::{RouteRecord, Routing};
 use r3_model::autograd::{Packed, Policy};
 use r3_model::checkpoint::Checkpoint;
+use r3_model::config::ModelConfig;
+use r3_model::error::ModelError;
 use serde::{Deserialize, Serialize};
 
 use crate::error::RunError;
@@ -102,6 +104,7 @@ impl Scorer {
             Self::Engine(engine) => engine.model(),
             Self::Trainer(policy) => policy.config(),
         };
+        check_tokens(&tokens, model)?;
         let (dims, layer_ids) = (model.route_dims(), model.moe_layers());
         let replayed = input.routed_experts.as_ref().map(|rows| pack(rows, dims)).transpose()?;
         let view = replayed.as_ref().map(RouteRows::view);
@@ -124,6 +127,19 @@ impl Scorer {
     }
 }
 
+fn check_tokens(tokens: &[TokenId], model: &ModelConfig) -> Result<(), ModelError> {
+    let (vocab_size, max_positions) = (model.vocab_size, model.max_positions);
+    if tokens.len() > max_positions {
+        return Err(ModelError::TooLong { tokens: tokens.len(), max_positions });
+    }
+    match tokens.iter().position(|token| token.0 as usize >= vocab_size) {
+        Some(position) => {
+            Err(ModelError::TokenOutOfRange { token: tokens[position].0, position, vocab_size })
+        }
+        None => Ok(()),
+    }
+}
+
 fn score_trainer(
     policy: &mut Policy,
     tokens: &[TokenId],
@@ -140,7 +156,7 @@ fn score_trainer(
     };
     let packed = Packed { tokens: &tokens[..n_inputs], targets: &tokens[1..], lengths: &[n_inputs] };
     let output = policy.logprobs(&packed, &mut routing, 1.0)?;
-    let logprobs = output.logprobs.to_vec1::<f32>().map_err(r3_model::error::ModelError::from)?;
+    let logprobs = output.logprobs.to_vec1::<f32>().map_err(ModelError::from)?;
     let mut rows = RouteRows::with_capacity(dims, n_inputs);
     let (mut row, mut bytes) = (vec![0; dims.row_ids()], vec![0; dims.row_bytes()]);
     for token in 0..n_inputs {

@@ -1,0 +1,95 @@
+//! Why a command ends early.
+
+use std::io;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use r3_orchestrator::error::{ExitClass, RunError};
+use r3_recipe::error::RecipeError;
+
+/// What stopped a command.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CliError {
+    #[error(transparent)]
+    Run(Box<RunError>),
+    #[error("{} holds {what} already", path.display())]
+    OutTaken { path: PathBuf, what: &'static str },
+    #[error("interrupted; the other half of the comparison is missing")]
+    ComparisonInterrupted,
+    #[error("the recipe evaluates no problems")]
+    NoProblems,
+    #[error("cannot read {}", path.display())]
+    Input { path: PathBuf, source: io::Error },
+    #[error("{input}:{line}:{column}: not a sequence to score: {reason}")]
+    BadLine { input: String, line: usize, column: usize, reason: String },
+    #[error("{input}:{line}: {tokens} tokens, but at most {max_tokens} are scored")]
+    LongLine { input: String, line: usize, tokens: usize, max_tokens: usize },
+    #[error("cannot score {input}:{line}")]
+    Unscored { input: String, line: usize, source: Box<RunError> },
+    #[error("the trainer side computes in f32 only")]
+    TrainerDtype,
+    #[error("cannot start {n_threads} threads")]
+    Threads { n_threads: usize, source: rayon::ThreadPoolBuildError },
+    #[error("cannot listen for signals")]
+    Signals { source: io::Error },
+    #[error("cannot write to stdout")]
+    Stdout { source: io::Error },
+}
+
+impl From<RunError> for CliError {
+    fn from(error: RunError) -> Self {
+        Self::Run(Box::new(error))
+    }
+}
+
+impl From<RecipeError> for CliError {
+    fn from(error: RecipeError) -> Self {
+        RunError::from(error).into()
+    }
+}
+
+impl CliError {
+    /// What the user can change.
+    pub(crate) fn hint(&self) -> String {
+        match self {
+            Self::Run(error) => error.hint(),
+            Self::OutTaken { .. } => {
+                "replace it with --overwrite, or choose another directory with --set run.out=DIR".into()
+            }
+            Self::ComparisonInterrupted => "start it again with --overwrite".into(),
+            Self::NoProblems => "say how many with --problems, or set `eval.problems`".into(),
+            Self::Input { .. } => "name a readable file of JSON lines, or - for stdin".into(),
+            Self::BadLine { .. } => {
+                r#"write one object a line, such as {"tokens": [5, 17, 9]}, with "routed_experts" to replay routes"#
+                    .into()
+            }
+            Self::LongLine { tokens, .. } => format!("make room with --max-tokens {tokens}"),
+            Self::Unscored { source, .. } => source.hint(),
+            Self::TrainerDtype => "leave out --dtype, or score with --side engine".into(),
+            Self::Threads { .. } => "ask for fewer with --threads, or raise `ulimit -u`".into(),
+            Self::Signals { .. } => "raise `ulimit -n` and `ulimit -u`".into(),
+            Self::Stdout { .. } => "free some space where stdout goes".into(),
+        }
+    }
+
+    /// How the process ends.
+    pub(crate) fn exit_code(&self) -> ExitCode {
+        let class = match self {
+            Self::Run(error) | Self::Unscored { source: error, .. } => error.exit_class(),
+            Self::ComparisonInterrupted => ExitClass::Interrupted,
+            Self::OutTaken { .. }
+            | Self::NoProblems
+            | Self::Input { .. }
+            | Self::BadLine { .. }
+            | Self::LongLine { .. }
+            | Self::TrainerDtype => ExitClass::Usage,
+            Self::Threads { .. } | Self::Signals { .. } | Self::Stdout { .. } => ExitClass::Machine,
+        };
+        ExitCode::from(class as u8)
+    }
+
+    /// Whether whoever read stdout has gone, as `| head` does: no reason to complain.
+    pub(crate) fn is_closed_pipe(&self) -> bool {
+        matches!(self, Self::Stdout { source } if source.kind() == io::ErrorKind::BrokenPipe)
+    }
+}

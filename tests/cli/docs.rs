@@ -1,0 +1,56 @@
+//! The pages about the command line say what it does.
+
+use std::fs;
+use std::path::Path;
+
+use crate::directory::Directory;
+use crate::results::RUN_KEYS;
+
+fn page(name: &str) -> String {
+    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(name)).unwrap()
+}
+
+/// Keys of the tables in the section `title`: what stands in backticks in a first column.
+fn table_keys<'a>(page: &'a str, title: &str) -> Vec<&'a str> {
+    let section = page.split("\n## ").find(|section| section.starts_with(title)).expect(title);
+    section.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect()
+}
+
+#[test]
+fn every_command_and_option_is_on_the_page() {
+    let page = page("cli.md");
+    let directory = Directory::empty();
+    let help = directory.done(&["--help"]);
+    let commands = help.lines().skip_while(|line| *line != "Commands:").skip(1);
+    let commands: Vec<&str> = commands
+        .take_while(|line| !line.is_empty())
+        .filter_map(|line| line.strip_prefix("  ")?.split(' ').next())
+        .filter(|name| !name.is_empty() && *name != "help")
+        .collect();
+    assert!(commands.len() >= 9, "{commands:?}");
+    for command in commands {
+        assert!(page.contains(&format!("\n## `r3 {command}")), "{command}");
+        let help = directory.done(&[command, "--help"]);
+        let options = help
+            .split_whitespace()
+            .filter(|word| word.starts_with("--"))
+            .map(|word| word.trim_end_matches(","));
+        for option in options.filter(|option| *option != "--help" && *option != "--version") {
+            let option = option.trim_end_matches(|c: char| !c.is_alphanumeric());
+            assert!(page.contains(option), "{command} {option}");
+        }
+    }
+}
+
+#[test]
+fn the_json_page_lists_the_keys_that_are_printed() {
+    let page = page("json.md");
+    assert_eq!(table_keys(&page, "`r3 run --json`"), RUN_KEYS);
+    assert_eq!(table_keys(&page, "`r3 eval --json`"), ["accuracy", "problems", "seconds"]);
+    assert_eq!(table_keys(&page, "`r3 sft --json`"), ["steps", "seconds", "loss", "eval_after"]);
+    assert!(page.contains("`on`") && page.contains("`off`"));
+    let score = table_keys(&page, "`r3 score`");
+    for key in ["tokens", "logprobs", "routed_experts", "layer_ids", "live_differs"] {
+        assert!(score.contains(&key), "{key}");
+    }
+}

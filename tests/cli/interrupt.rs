@@ -1,0 +1,58 @@
+//! Ctrl-C: the step is finished and saved, and the run goes on later.
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, Stdio};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::directory::Directory;
+
+/// Steps of a run that is far from done when it is interrupted.
+const STEPS: &str = "run.steps=20000";
+
+/// Starts `r3` and interrupts it once it has printed a line with `until` in it; returns exit code and stderr.
+fn interrupted(directory: &Directory, arguments: &[&str], until: &str) -> (i32, String) {
+    let mut command = directory.command(env!("CARGO_BIN_EXE_r3"));
+    let mut child: Child =
+        command.args(arguments).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    let mut said = String::new();
+    while !said.lines().next_back().is_some_and(|line| line.contains(until)) {
+        assert_ne!(stderr.read_line(&mut said).unwrap(), 0, "it ended early: {said}");
+    }
+    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+    stderr.read_to_string(&mut said).unwrap();
+    (child.wait().unwrap().code().expect("it ends by itself"), said)
+}
+
+#[test]
+fn an_interrupted_run_is_saved_and_can_be_resumed() {
+    let directory = Directory::with_model();
+    let (code, said) = interrupted(
+        &directory,
+        &["run", "recipe.yaml", "--set", STEPS, "--set", "run.save_every=0"],
+        " 2/20000 ",
+    );
+    assert_eq!(code, 130, "{said}");
+    let error = said.lines().find(|line| line.starts_with("error: ")).expect("it says why it ends");
+    let step: u64 = error
+        .strip_prefix("error: interrupted; step ")
+        .and_then(|rest| rest.strip_suffix(" is finished and saved"))
+        .and_then(|step| step.parse().ok())
+        .expect(error);
+    assert!(step >= 2);
+    assert!(said.ends_with("\nhint: continue with --resume\n"), "{said}");
+    assert!(directory.path(&format!("run/step-{step:06}/trainer_state.json")).exists());
+
+    let steps = format!("run.steps={}", step + 1);
+    let summary = directory.done_json(&["run", "recipe.yaml", "--resume", "--json", "--set", &steps]);
+    assert_eq!(summary["steps"], step + 1);
+}
+
+#[test]
+fn an_interrupted_comparison_says_how_to_start_again() {
+    let directory = Directory::with_model();
+    let (code, said) = interrupted(&directory, &["compare", "recipe.yaml", "--set", STEPS], " 1/20000 ");
+    assert_eq!(code, 130, "{said}");
+    assert!(said.ends_with("\nhint: start it again with --overwrite\n"), "{said}");
+}

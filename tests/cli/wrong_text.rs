@@ -1,0 +1,381 @@
+//! Recipes, arguments and lines that say something wrong: exit code 2.
+
+use insta::assert_snapshot;
+
+use crate::directory::{Directory, Ended, ended};
+
+#[test]
+fn an_unknown_key() {
+    let directory = Directory::empty();
+    directory.edit_recipe("max_new_tokens", "max_new_token");
+    assert_snapshot!(directory.refused(&["run", "recipe.yaml"]), @r"
+    exit 2
+    error: unknown key `rollout.max_new_token`
+     --> recipe.yaml:3:38
+      |
+    3 | rollout: { groups: 4, group_size: 8, max_new_token: 3 }
+      |                                      ^^^^^^^^^^^^^
+
+    hint: did you mean `max_new_tokens`? `rollout` takes `groups`, `group_size`, `max_new_tokens`, `temperature`, `top_p`, `sample_top_k`, `min_p`, `dtype`, `stop_token_ids`
+    ");
+}
+
+#[test]
+fn a_value_of_the_wrong_type() {
+    let directory = Directory::empty();
+    directory.edit_recipe("lr: 1.0e-3", "lr: fast");
+    assert_snapshot!(directory.refused(&["check", "recipe.yaml"]), @r"
+    exit 2
+    error: `train.lr` must be a number, not the text `fast`
+     --> recipe.yaml:6:14
+      |
+    6 | train: { lr: fast }
+      |              ^^^^
+
+    hint: `train.lr`: Learning rate, reached after `warmup_steps`.
+    ");
+}
+
+#[test]
+fn keys_that_do_not_fit_each_other() {
+    let directory = Directory::empty();
+    assert_snapshot!(directory.refused(&["check", "recipe.yaml", "--set", "train.mini_steps=3"]), @r"
+    exit 2
+    error: `rollout.groups` is 4, which is no multiple of `train.mini_steps`, 3
+     --> recipe.yaml:3:20
+      |
+    3 | rollout: { groups: 4, group_size: 8, max_new_tokens: 3 }
+      |                    ^
+
+    hint: set `rollout.groups` to 6
+    ");
+}
+
+#[test]
+fn a_recipe_that_does_not_exist() {
+    let directory = Directory::empty();
+    assert_snapshot!(directory.refused(&["run", "recipes/tinny.yaml"]), @r"
+    exit 2
+    error: cannot read the recipe recipes/tinny.yaml
+      caused by: No such file or directory (os error 2)
+
+    hint: give the path of a recipe, such as `recipes/tiny.yaml`
+    ");
+}
+
+#[test]
+fn a_recipe_of_another_command() {
+    let directory = Directory::empty();
+    assert_snapshot!(directory.refused(&["run", "sft.yaml"]), @r"
+    exit 2
+    error: this is a recipe for `r3 sft`
+     --> sft.yaml:3:1
+      |
+    3 | sft: { steps: 20, batch: 16, lr: 3.0e-2, eval_problems: 8, max_new_tokens: 3 }
+      | ^^^
+
+    hint: run `r3 sft` with it, or remove this section
+    ");
+}
+
+#[test]
+fn a_set_without_a_value() {
+    let directory = Directory::empty();
+    assert_snapshot!(directory.refused(&["run", "recipe.yaml", "--set", "run.steps"]), @r"
+    exit 2
+    error: `--set run.steps` has no `=`
+
+    hint: write the dotted key, `=` and the value, such as `--set train.lr=1e-5`
+    ");
+}
+
+#[test]
+fn a_set_of_an_unknown_key() {
+    let directory = Directory::empty();
+    assert_snapshot!(directory.refused(&["run", "recipe.yaml", "--set", "run.step=3"]), @r"
+    exit 2
+    error: unknown key `run.step`
+     --> --set:1:1
+      |
+    1 | run.step=3
+      | ^^^^^^^^
+
+    hint: did you mean `steps`? `run` takes `steps`, `seed`, `out`, `save_every`, `keep_last`
+    ");
+}
+
+#[test]
+fn a_set_of_the_wrong_type() {
+    let directory = Directory::empty();
+    assert_snapshot!(directory.refused(&["run", "recipe.yaml", "--set", "run.steps=many"]), @r"
+    exit 2
+    error: `run.steps` must be a whole number, at least 0, not the text `many`
+     --> --set:1:11
+      |
+    1 | run.steps=many
+      |           ^^^^
+
+    hint: `run.steps`: Batches of rollouts to train on; each is `train.mini_steps` optimiser steps.
+    ");
+}
+
+#[test]
+fn an_unknown_command() {
+    let directory = Directory::empty();
+    assert_snapshot!(directory.refused(&["trian", "recipe.yaml"]), @r"
+    exit 2
+    error: unrecognized subcommand 'trian'
+
+    Usage: r3 [OPTIONS] <COMMAND>
+
+    For more information, try '--help'.
+    ");
+}
+
+#[test]
+fn no_recipe() {
+    let directory = Directory::empty();
+    assert_snapshot!(directory.refused(&["run"]), @r"
+    exit 2
+    error: the following required arguments were not provided:
+      <RECIPE>
+
+    Usage: r3 run <RECIPE>
+
+    For more information, try '--help'.
+    ");
+}
+
+#[test]
+fn no_threads() {
+    let directory = Directory::empty();
+    let ended =
+        ended(directory.command(env!("CARGO_BIN_EXE_r3")).args(["check", "recipe.yaml", "--threads", "0"]));
+    assert_snapshot!(format!("exit {}\n{}", ended.code, ended.stderr), @r"
+    exit 2
+    error: invalid value '0' for '--threads <N>': 0 is not in 1..=1024
+
+    For more information, try '--help'.
+    ");
+}
+
+#[test]
+fn no_problems_to_evaluate() {
+    let directory = Directory::empty();
+    directory.edit_recipe("problems: 8", "problems: 0");
+    assert_snapshot!(directory.refused(&["eval", "recipe.yaml"]), @r"
+    exit 2
+    error: the recipe evaluates no problems
+
+    hint: say how many with --problems, or set `eval.problems`
+    ");
+}
+
+#[test]
+fn more_problems_than_are_held_out() {
+    let directory = Directory::empty();
+    assert_snapshot!(directory.refused(&["eval", "recipe.yaml", "--problems", "9"]), @r"
+    exit 2
+    error: `eval.problems` is 9, but the task holds out only 8 problems
+     --> --set:1:15
+      |
+    1 | eval.problems=9
+      |               ^
+
+    hint: hold out more problems in `task`, or set `eval.problems` to 8
+    ");
+}
+
+#[test]
+fn nothing_to_resume() {
+    let directory = Directory::with_model();
+    assert_snapshot!(directory.refused(&["run", "recipe.yaml", "--resume"]), @r"
+    exit 2
+    error: run holds no checkpoint to resume from
+
+    hint: start the run without --resume
+    ");
+}
+
+#[test]
+fn a_run_is_in_the_way() {
+    let directory = Directory::with_model();
+    directory.done(&["run", "recipe.yaml"]);
+    assert_snapshot!(directory.refused(&["run", "recipe.yaml"]), @r"
+    exit 2
+    error: run holds the checkpoints of an earlier run
+
+    hint: continue it with --resume, discard it with --overwrite, or choose another directory with --set run.out=DIR
+    ");
+}
+
+#[test]
+fn a_resumed_run_is_the_same_run() {
+    let directory = Directory::with_model();
+    directory.done(&["run", "recipe.yaml"]);
+    assert_snapshot!(directory.refused(&["run", "recipe.yaml", "--resume", "--set", "train.lr=2e-3"]), @r"
+    exit 2
+    error: the checkpoint was written with `train.lr: 0.001`, but the recipe now says 0.002
+
+    hint: set `train.lr` back to 0.001, or start a new run from the checkpoint with `model.path`
+    ");
+}
+
+#[test]
+fn a_comparison_is_in_the_way() {
+    let directory = Directory::with_model();
+    directory.done(&["compare", "recipe.yaml"]);
+    assert_snapshot!(directory.refused(&["compare", "recipe.yaml"]), @r"
+    exit 2
+    error: run holds a comparison already
+
+    hint: replace it with --overwrite, or choose another directory with --set run.out=DIR
+    ");
+}
+
+#[test]
+fn weights_are_in_the_way() {
+    let directory = Directory::with_model();
+    assert_snapshot!(directory.refused(&["new-model", "config.json", "model"]), @r"
+    exit 2
+    error: model holds weights already
+
+    hint: choose another directory, or remove that one first
+    ");
+    assert_snapshot!(directory.refused(&["sft", "sft.yaml", "--set", "run.out=model"]), @r"
+    exit 2
+    error: model holds a model already
+
+    hint: replace it with --overwrite, or choose another directory with --set run.out=DIR
+    ");
+}
+
+/// How many lines were scored, and what then was said.
+fn scored(directory: &Directory, lines: &str, arguments: &[&str]) -> String {
+    directory.write("lines.jsonl", lines);
+    let Ended { code, stdout, stderr } =
+        directory.r3(&[&["score", "model", "--input", "lines.jsonl"], arguments].concat());
+    format!("{} scored, exit {code}\n{stderr}", stdout.lines().count())
+}
+
+#[test]
+fn a_line_that_is_no_sequence_is_named_after_those_before_it_were_scored() {
+    let directory = Directory::with_model();
+    assert_snapshot!(scored(&directory, "{\"tokens\": [8, 11]}\n\n{\"tokens\": [8, ]}\n", &[]), @r#"
+    1 scored, exit 2
+    error: lines.jsonl:3:16: not a sequence to score: trailing comma
+
+    hint: write one object a line, such as {"tokens": [5, 17, 9]}, with "routed_experts" to replay routes
+    "#);
+    assert_snapshot!(scored(&directory, "{\"tokens\": [8, -1]}\n", &[]), @r#"
+    0 scored, exit 2
+    error: lines.jsonl:1:17: not a sequence to score: invalid value: integer `-1`, expected u32
+
+    hint: write one object a line, such as {"tokens": [5, 17, 9]}, with "routed_experts" to replay routes
+    "#);
+    assert_snapshot!(scored(&directory, "{\"text\": \"8+1=\"}\n", &[]), @r#"
+    0 scored, exit 2
+    error: lines.jsonl:1:7: not a sequence to score: unknown field `text`, expected `tokens` or `routed_experts`
+
+    hint: write one object a line, such as {"tokens": [5, 17, 9]}, with "routed_experts" to replay routes
+    "#);
+}
+
+#[test]
+fn tokens_that_cannot_be_scored() {
+    let directory = Directory::with_model();
+    let long = format!("{{\"tokens\": [8{}]}}", ", 9".repeat(64));
+    assert_snapshot!(scored(&directory, "{\"tokens\": [8]}\n", &[]), @r"
+    0 scored, exit 2
+    error: cannot score lines.jsonl:1
+      caused by: 1 tokens cannot be scored: there is nothing to predict
+
+    hint: give at least two tokens
+    ");
+    assert_snapshot!(scored(&directory, "{\"tokens\": [8, 64]}\n", &[]), @r"
+    0 scored, exit 2
+    error: cannot score lines.jsonl:1
+      caused by: token 64 at position 1 is outside the vocabulary of 64
+
+    hint: the tokenizer and the model do not belong together
+    ");
+    assert_snapshot!(scored(&directory, "{\"tokens\": [8, 64]}\n", &["--side", "trainer"]), @r"
+    0 scored, exit 2
+    error: cannot score lines.jsonl:1
+      caused by: token 64 at position 1 is outside the vocabulary of 64
+
+    hint: the tokenizer and the model do not belong together
+    ");
+    assert_snapshot!(scored(&directory, &long, &["--side", "trainer"]), @r"
+    0 scored, exit 2
+    error: cannot score lines.jsonl:1
+      caused by: a sequence of 65 tokens exceeds the model's 64 positions
+
+    hint: shorten prompts or `rollout.max_new_tokens`
+    ");
+    assert_snapshot!(scored(&directory, "{\"tokens\": [8, 9, 8, 9]}\n", &["--max-tokens", "3"]), @r"
+    0 scored, exit 2
+    error: lines.jsonl:1: 4 tokens, but at most 3 are scored
+
+    hint: make room with --max-tokens 4
+    ");
+}
+
+#[test]
+fn routes_that_cannot_be_replayed() {
+    let directory = Directory::with_model();
+    assert_snapshot!(scored(&directory, "{\"tokens\": [8, 9], \"routed_experts\": [[[0, 1], [2, 2]]]}\n", &[]), @r"
+    0 scored, exit 2
+    error: cannot score lines.jsonl:1
+      caused by: routes to replay break their contract
+      caused by: position 0, MoE layer 1: expert 2 appears twice
+
+    hint: check which model the routes are of
+    ");
+    assert_snapshot!(scored(&directory, "{\"tokens\": [8, 9], \"routed_experts\": [[[0, 1], [2, 4]]]}\n", &[]), @r"
+    0 scored, exit 2
+    error: cannot score lines.jsonl:1
+      caused by: routes to replay break their contract
+      caused by: position 0, MoE layer 1: expert 4 does not exist (the layer has 4)
+
+    hint: check which model the routes are of
+    ");
+    assert_snapshot!(scored(&directory, "{\"tokens\": [8, 9], \"routed_experts\": [[[0, 1]]]}\n", &[]), @r"
+    0 scored, exit 2
+    error: cannot score lines.jsonl:1
+      caused by: position 0: a row of routes is [2][2], one list of experts a MoE layer
+
+    hint: check which model the routes are of
+    ");
+    assert_snapshot!(scored(&directory, "{\"tokens\": [8, 9], \"routed_experts\": []}\n", &[]), @r"
+    0 scored, exit 2
+    error: cannot score lines.jsonl:1
+      caused by: routes to replay break their contract
+      caused by: routes have 0 rows, but the tokens need 1
+
+    hint: check which model the routes are of
+    ");
+}
+
+#[test]
+fn a_format_that_the_trainer_does_not_compute_in() {
+    let directory = Directory::with_model();
+    assert_snapshot!(scored(&directory, "", &["--side", "trainer", "--dtype", "bf16"]), @r"
+    0 scored, exit 2
+    error: the trainer side computes in f32 only
+
+    hint: leave out --dtype, or score with --side engine
+    ");
+}
+
+#[test]
+fn lines_that_do_not_exist() {
+    let directory = Directory::with_model();
+    assert_snapshot!(directory.refused(&["score", "model", "--input", "lines.jsonl"]), @r"
+    exit 2
+    error: cannot read lines.jsonl
+      caused by: No such file or directory (os error 2)
+
+    hint: name a readable file of JSON lines, or - for stdin
+    ");
+}
