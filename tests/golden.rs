@@ -1,11 +1,11 @@
 //! Both sides of r3 against PyTorch: `tests/golden/make.py` made the references (torch 2.15.0, transformers 5.24.0,
 //! float32). Tolerances: logits 2e-5, gradient norms 1e-4 relative, choices and greedy tokens identical.
 
-use std::collections::HashMap;
-use std::path::PathBuf;
+#[path = "golden/reference.rs"]
+mod reference;
 
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
-use r3_core::routes::{IdWidth, RouteRows, RouteView, write_ids};
+use r3_core::routes::RouteView;
 use r3_engine::config::EngineConfig;
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::sampler::Sampling;
@@ -15,56 +15,8 @@ use r3_kernels::router::{RouteRecord, Routing};
 use r3_model::autograd::{Packed, Policy};
 use r3_model::checkpoint::{Checkpoint, pieces};
 use r3_model::source::{TensorSource, canonical_tensors};
-use safetensors::{Dtype as StoredDtype, SafeTensors};
 
-const TOKENS: usize = 48;
-const BATCH: usize = 4;
-const LOGIT_TOLERANCE: f32 = 2e-5;
-
-fn dir(model: &str) -> PathBuf {
-    [env!("CARGO_MANIFEST_DIR"), "../../tests/golden", model].iter().collect()
-}
-
-/// Reference tensors, integers as f32 (all are below 2^24).
-struct Reference(HashMap<String, Vec<f32>>);
-
-impl Reference {
-    fn load(model: &str) -> Self {
-        let bytes = std::fs::read(dir(model).join("reference.safetensors")).unwrap();
-        let file = SafeTensors::deserialize(&bytes).unwrap();
-        let read = |(name, view): (String, safetensors::tensor::TensorView<'_>)| {
-            let words = view.data().chunks_exact(4).map(|word| <[u8; 4]>::try_from(word).unwrap());
-            let values = match view.dtype() {
-                StoredDtype::F32 => words.map(f32::from_le_bytes).collect(),
-                StoredDtype::I32 => words.map(|word| i32::from_le_bytes(word) as f32).collect(),
-                other => panic!("{name} is {other:?}"),
-            };
-            (name, values)
-        };
-        Self(file.tensors().into_iter().map(read).collect())
-    }
-
-    fn get(&self, name: &str) -> &[f32] {
-        self.0.get(name).unwrap_or_else(|| panic!("no reference {name}"))
-    }
-
-    fn ids(&self, name: &str) -> Vec<u16> {
-        self.get(name).iter().map(|&id| id as u16).collect()
-    }
-
-    fn tokens(&self, name: &str) -> Vec<TokenId> {
-        self.get(name).iter().map(|&id| TokenId(id as u32)).collect()
-    }
-
-    fn sequences(&self) -> Vec<Vec<TokenId>> {
-        self.tokens("input_ids").chunks(TOKENS).map(<[TokenId]>::to_vec).collect()
-    }
-}
-
-fn max_diff(found: &[f32], expected: &[f32]) -> f32 {
-    assert_eq!(found.len(), expected.len());
-    found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
-}
+use crate::reference::{BATCH, LOGIT_TOLERANCE, Reference, TOKENS, dir, max_diff, route_rows};
 
 fn policy(model: &str) -> Policy {
     let checkpoint = Checkpoint::open(&dir(model)).unwrap();
@@ -288,29 +240,6 @@ fn continuations(engine: &mut Engine, reference: &Reference) -> Vec<Vec<TokenId>
         }
     }
     done
-}
-
-/// The first `T - 1` route rows of sequence `index`, `[T - 1, L, K]`.
-fn route_rows(
-    reference: &Reference,
-    prefix: &str,
-    index: usize,
-    dims: r3_core::routes::RouteDims,
-) -> RouteRows {
-    let ids = reference.ids(&format!("{prefix}topk_ids"));
-    let mut rows = RouteRows::with_capacity(dims, TOKENS - 1);
-    let mut bytes = vec![0; dims.row_bytes()];
-    for token in 0..TOKENS - 1 {
-        let row: Vec<u16> = (0..dims.n_layers)
-            .flat_map(|layer| {
-                let at = ((layer * BATCH + index) * TOKENS + token) * dims.top_k;
-                ids[at..at + dims.top_k].to_vec()
-            })
-            .collect();
-        write_ids(&row, IdWidth::U8, &mut bytes);
-        rows.append(&bytes);
-    }
-    rows
 }
 
 /// Gradients of the mean negative logprob, by canonical tensor.

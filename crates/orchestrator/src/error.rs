@@ -45,7 +45,7 @@ pub enum RunError {
     Io { path: PathBuf, source: std::io::Error },
     #[error("{} is not the run state r3 wrote", path.display())]
     RunState { path: PathBuf, source: serde_json::Error },
-    #[error("no rollout arrived for {waited:.0?}")]
+    #[error("the rollout worker got nothing done for {waited:.0?}")]
     Stalled { waited: Duration },
     #[error("the rollout worker stopped without a word")]
     WorkerGone,
@@ -104,7 +104,9 @@ impl RunError {
             Self::RunState { .. } => {
                 "the checkpoint is damaged: remove it and resume from an earlier one".into()
             }
-            Self::Stalled { .. } => "raise `ring.deadline_s`, or generate fewer tokens per rollout".into(),
+            Self::Stalled { .. } => {
+                "a reward may never return, or the machine is too slow for `ring.deadline_s`".into()
+            }
             Self::WorkerGone | Self::Stale { .. } => "this is a bug in r3; please report it".into(),
             Self::NoSignal { .. } => {
                 "the task is too hard or too easy for this policy: change the task, raise \

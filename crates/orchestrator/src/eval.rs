@@ -42,7 +42,8 @@ pub fn evaluate(recipe: &Recipe) -> Result<Evaluation, RunError> {
     let stop_tokens: Arc<[TokenId]> = setup::sample_spec(&recipe, &task.tokenizer).stop_tokens;
     let held = Held { problems, reward: &*task.reward, stop_tokens: &stop_tokens, max_new_tokens };
     let bar = progress.bar(BarKind::Eval, problems.len() as u64);
-    let accuracy = greedy_accuracy(&mut engine, &task.tokenizer, &held, &bar)?;
+    let accuracy =
+        greedy_accuracy(&mut engine, &task.tokenizer, &held, &|tokens, answers| bar.add(tokens, answers))?;
     bar.finish();
     Ok(Evaluation { problems: problems.len(), accuracy, seconds: began.elapsed().as_secs_f64() })
 }

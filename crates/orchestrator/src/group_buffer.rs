@@ -1,7 +1,7 @@
 //! Holds the frames of a step in the ring until the trainer has used them, and reads them as groups.
 
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use r3_core::ids::{GroupId, PolicyVersion};
 use r3_ring::error::RingError;
@@ -11,7 +11,8 @@ use r3_train::advantage::{Signal, signal};
 use r3_train::batch::{Group, Sample};
 
 use crate::error::RunError;
-use crate::worker::{SampleStats, WorkerHandle};
+use crate::handle::WorkerHandle;
+use crate::worker::SampleStats;
 
 /// How long one look into the ring may take before the worker is asked whether it still lives.
 const LOOK: Duration = Duration::from_millis(100);
@@ -20,46 +21,41 @@ const LOOK: Duration = Duration::from_millis(100);
 pub struct GroupBuffer {
     reader: Reader,
     held: Vec<FrameId>,
-    deadline: Duration,
 }
 
 impl GroupBuffer {
-    /// A buffer that waits at most `deadline` for each rollout.
+    /// An empty buffer.
     #[must_use]
-    pub fn new(reader: Reader, deadline: Duration) -> Self {
-        Self { reader, held: Vec::new(), deadline }
+    pub fn new(reader: Reader) -> Self {
+        Self { reader, held: Vec::new() }
     }
 
     /// Holds the next `n` frames, and says what sampling them took.
     ///
     /// # Errors
-    /// Whatever stopped the worker, or that nothing came before the deadline.
-    pub fn receive(&mut self, n: usize, worker: &WorkerHandle) -> Result<SampleStats, RunError> {
+    /// Whatever stopped the worker, or that it got nothing done before the deadline.
+    pub fn receive(&mut self, n: usize, worker: &mut WorkerHandle) -> Result<SampleStats, RunError> {
         let mut stats = None;
-        let mut last = Instant::now();
         let mut missing = n;
-        while missing > 0 || stats.is_none() {
-            if missing > 0 {
-                match self.reader.next(LOOK) {
-                    Ok(frame) => {
-                        self.held.push(frame);
-                        missing -= 1;
-                        last = Instant::now();
-                        continue;
-                    }
-                    Err(RingError::Timeout { .. }) => {}
-                    // The worker's own error says more than the ring it closed.
-                    Err(error) => return Err(worker.sampled(LOOK).err().unwrap_or(error.into())),
+        while missing > 0 {
+            match self.reader.next(LOOK) {
+                Ok(frame) => {
+                    self.held.push(frame);
+                    missing -= 1;
                 }
-            }
-            if stats.is_none() {
-                stats = worker.sampled(if missing > 0 { Duration::ZERO } else { LOOK })?;
-            }
-            if last.elapsed() > self.deadline {
-                return Err(RunError::Stalled { waited: last.elapsed() });
+                Err(RingError::Timeout { .. }) if stats.is_none() => {
+                    stats = worker.sampled(Duration::ZERO)?
+                }
+                // The worker's own error says more than the ring it closed.
+                Err(error) => return Err(worker.sampled(LOOK).err().unwrap_or(error.into())),
             }
         }
-        Ok(stats.expect("the loop ends with stats"))
+        loop {
+            if let Some(stats) = stats {
+                return Ok(stats);
+            }
+            stats = worker.sampled(LOOK)?;
+        }
     }
 
     /// The held frames, checked and decoded in place.

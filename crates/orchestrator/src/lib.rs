@@ -8,6 +8,7 @@ pub mod compare;
 pub mod error;
 pub mod eval;
 pub mod group_buffer;
+pub mod handle;
 pub mod model_dir;
 pub mod prompts;
 pub mod record;

@@ -76,6 +76,7 @@ fn write(
     if ["model.safetensors", "model.safetensors.index.json"].iter().any(|name| out.join(name).exists()) {
         return Err(RunError::WeightsThere { path: out.to_path_buf() });
     }
+    fs::create_dir_all(out).map_err(io_at(out))?;
     let staged = out.join(UNFINISHED);
     let written = stage(&staged, companions, (model, weights), dtype).and_then(|()| publish(&staged, out));
     if let Err(error) = written {
@@ -96,7 +97,7 @@ fn stage(
     if staged.exists() {
         fs::remove_dir_all(staged).map_err(io_at(staged))?;
     }
-    fs::create_dir_all(staged).map_err(io_at(staged))?;
+    fs::create_dir(staged).map_err(io_at(staged))?;
     copy_companions(companions, staged)?;
     write_weights(staged, model, weights, dtype)?;
     Ok(())

@@ -25,12 +25,13 @@ use r3_train::trainer::Trainer;
 
 use crate::error::{RunError, io_at};
 use crate::group_buffer::{GroupBuffer, groups};
+use crate::handle::WorkerHandle;
 use crate::prompts::Prompts;
 use crate::record::{StepReport, Timings, set_evaluation};
 use crate::run_state::RunState;
 use crate::setup::{self, TaskParts};
 use crate::shutdown::Shutdown;
-use crate::worker::{SampleStats, WorkerHandle, WorkerParts};
+use crate::worker::{SampleStats, WorkerParts};
 
 /// How to run, beside the recipe.
 #[derive(Clone, Default)]
@@ -175,7 +176,7 @@ impl<'a> Run<'a> {
             saved_step: resumed.is_some().then_some(step),
             prompts,
             worker,
-            buffer: GroupBuffer::new(reader, setup::deadline(recipe)),
+            buffer: GroupBuffer::new(reader),
             trainer,
             telemetry,
             checkpoints,
@@ -199,7 +200,7 @@ impl<'a> Run<'a> {
             let n_rollouts = missing * rollout.group_size;
             let bar = self.telemetry.progress().bar(BarKind::Rollout, n_rollouts as u64);
             self.worker.sample(self.prompts.take(missing)?, bar)?;
-            stats.add(self.buffer.receive(n_rollouts, &self.worker)?);
+            stats.add(self.buffer.receive(n_rollouts, &mut self.worker)?);
             check_step(stats.n_scored, &stats.failures)?;
             if max_batches > 1 {
                 filtered += self.buffer.drop_equal()? as u64;

@@ -197,5 +197,7 @@ fn evaluate(
         max_new_tokens: recipe.sft.max_new_tokens,
     };
     let bar = progress.bar(BarKind::Eval, n_problems as u64);
-    Ok(Some(greedy_accuracy(&mut engine, &task.tokenizer, &held, &bar)?))
+    Ok(Some(greedy_accuracy(&mut engine, &task.tokenizer, &held, &|tokens, answers| {
+        bar.add(tokens, answers)
+    })?))
 }

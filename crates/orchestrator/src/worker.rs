@@ -2,16 +2,13 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::{self, JoinHandle};
+use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
-use r3_core::ids::{GroupId, PolicyVersion, TokenId};
+use r3_core::ids::{GroupId, TokenId};
 use r3_core::rollout::{FinishReason, Reward as Outcome};
 use r3_engine::engine::{Engine, GroupRequest};
-use r3_engine::refit::RefitReport;
 use r3_engine::sampler::Sampling;
-use r3_model::autograd::SharedWeights;
 use r3_model::source::model_hash;
 use r3_ring::frame::{FrameMeta, encode, frame_bytes};
 use r3_ring::writer::Writer;
@@ -22,6 +19,7 @@ use r3_tasks::tokenizer::Tokenizer;
 use r3_telemetry::progress::Bar;
 
 use crate::error::RunError;
+use crate::handle::{Command, Pulse, Reply};
 
 /// How rollouts are sampled.
 #[derive(Clone, Debug)]
@@ -111,117 +109,21 @@ pub struct Evaluation {
     pub seconds: f64,
 }
 
-enum Command {
-    Sample { prompts: Vec<Prompt>, bar: Bar },
-    Evaluate { problems: usize, max_new_tokens: usize, bar: Bar },
-    Refit { weights: SharedWeights, version: PolicyVersion },
-}
-
-/// An answer to one [`Command`], in order.
-#[derive(Debug)]
-enum Reply {
-    Sampled(SampleStats),
-    Evaluated(Evaluation),
-    Refitted(RefitReport),
-}
-
-/// The trainer's end of the worker. Dropping it lets the worker finish.
-pub struct WorkerHandle {
-    commands: Option<Sender<Command>>,
-    replies: Receiver<Result<Reply, RunError>>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl WorkerHandle {
-    /// Starts the worker thread.
-    ///
-    /// # Errors
-    /// If the machine has no thread to give.
-    pub fn spawn(parts: WorkerParts) -> Result<Self, RunError> {
-        let (commands, command_queue) = channel();
-        let (reply_queue, replies) = channel();
-        let worker = Worker { parts, prompts: HashMap::new() };
-        let thread = thread::Builder::new()
-            .name("rollout".into())
-            .spawn(move || worker.serve(&command_queue, &reply_queue))
-            .map_err(|source| RunError::Io { path: "the rollout thread".into(), source })?;
-        Ok(Self { commands: Some(commands), replies, thread: Some(thread) })
-    }
-
-    /// Asks for all rollouts of `prompts`; they arrive in the ring, and [`Self::sampled`] says when all have.
-    ///
-    /// # Errors
-    /// If the worker is gone.
-    pub fn sample(&self, prompts: Vec<Prompt>, bar: Bar) -> Result<(), RunError> {
-        self.send(Command::Sample { prompts, bar })
-    }
-
-    /// The outcome of [`Self::sample`], if it is there: `None` while the worker is at it.
-    ///
-    /// # Errors
-    /// Whatever stopped the worker.
-    pub fn sampled(&self, wait: Duration) -> Result<Option<SampleStats>, RunError> {
-        match self.replies.recv_timeout(wait) {
-            Ok(Ok(Reply::Sampled(stats))) => Ok(Some(stats)),
-            Ok(Ok(_)) => unreachable!("replies come in the order of commands"),
-            Ok(Err(error)) => Err(error),
-            Err(std::sync::mpsc::RecvTimeoutError::Timeout) => Ok(None),
-            Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => Err(RunError::WorkerGone),
-        }
-    }
-
-    /// Answers the first `problems` held-out problems greedily.
-    ///
-    /// # Errors
-    /// Whatever stopped the worker.
-    pub fn evaluate(&self, problems: usize, max_new_tokens: usize, bar: Bar) -> Result<Evaluation, RunError> {
-        self.send(Command::Evaluate { problems, max_new_tokens, bar })?;
-        match self.reply()? {
-            Reply::Evaluated(evaluation) => Ok(evaluation),
-            _ => unreachable!("replies come in the order of commands"),
-        }
-    }
-
-    /// Loads the trained weights into the engine, audited, and forgets everything of the old ones.
-    ///
-    /// # Errors
-    /// If a tensor is not finite or a hash differs; the engine then still serves the old weights.
-    pub fn refit(&self, weights: SharedWeights, version: PolicyVersion) -> Result<RefitReport, RunError> {
-        self.send(Command::Refit { weights, version })?;
-        match self.reply()? {
-            Reply::Refitted(report) => Ok(report),
-            _ => unreachable!("replies come in the order of commands"),
-        }
-    }
-
-    fn send(&self, command: Command) -> Result<(), RunError> {
-        let commands = self.commands.as_ref().expect("commands are only closed on drop");
-        commands.send(command).map_err(|_| RunError::WorkerGone)
-    }
-
-    fn reply(&self) -> Result<Reply, RunError> {
-        self.replies.recv().map_err(|_| RunError::WorkerGone)?
-    }
-}
-
-impl Drop for WorkerHandle {
-    fn drop(&mut self) {
-        self.commands = None;
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join(); // Its panic has been printed, and reported as `WorkerGone`.
-        }
-    }
-}
-
-struct Worker {
+/// The worker itself, on its thread.
+pub(crate) struct Worker {
     parts: WorkerParts,
     /// Problem of each group that is being sampled.
     prompts: HashMap<GroupId, usize>,
+    pulse: Pulse,
 }
 
 impl Worker {
+    pub(crate) fn new(parts: WorkerParts, pulse: Pulse) -> Self {
+        Self { parts, prompts: HashMap::new(), pulse }
+    }
+
     /// Obeys until the other end is dropped or something fails.
-    fn serve(mut self, commands: &Receiver<Command>, replies: &Sender<Result<Reply, RunError>>) {
+    pub(crate) fn serve(mut self, commands: &Receiver<Command>, replies: &Sender<Result<Reply, RunError>>) {
         while let Ok(command) = commands.recv() {
             let reply = match command {
                 Command::Sample { prompts, bar } => self.sample(prompts, &bar).map(Reply::Sampled),
@@ -262,9 +164,11 @@ impl Worker {
             stats.engine_s += start.elapsed().as_secs_f64();
             stats.sampled_tokens += tick.sampled_tokens as u64;
             bar.tokens(tick.sampled_tokens as u64);
+            self.pulse.beat();
             self.observe(&mut stats);
             while let Some(finished) = self.parts.engine.take_finished() {
                 self.deliver(&finished, &mut stats)?;
+                self.pulse.beat();
                 bar.inc(1);
             }
         }
@@ -340,7 +244,10 @@ impl Worker {
             engine,
             tokenizer,
             &Held { problems: held_out, reward: &**reward, stop_tokens: &spec.stop_tokens, max_new_tokens },
-            bar,
+            &|tokens, answers| {
+                bar.add(tokens, answers);
+                self.pulse.beat();
+            },
         )?;
         Ok(Evaluation { problems: held_out.len(), accuracy, seconds: start.elapsed().as_secs_f64() })
     }
@@ -359,6 +266,7 @@ pub struct Held<'a> {
 }
 
 /// Mean score of one greedy answer to each problem; an answer whose reward fails counts 0. 0 without problems.
+/// `progress(tokens, answers)` hears of every tick and every answer.
 ///
 /// # Errors
 /// If a prompt cannot be encoded or the engine refuses it.
@@ -366,7 +274,7 @@ pub fn greedy_accuracy(
     engine: &mut Engine,
     tokenizer: &Tokenizer,
     held: &Held<'_>,
-    bar: &Bar,
+    progress: &dyn Fn(u64, u64),
 ) -> Result<f64, RunError> {
     for (index, problem) in held.problems.iter().enumerate() {
         engine.submit(&GroupRequest {
@@ -382,7 +290,7 @@ pub fn greedy_accuracy(
     let mut sum = 0.0;
     while engine.has_work() {
         let tick = engine.tick()?;
-        bar.tokens(tick.sampled_tokens as u64);
+        progress(tick.sampled_tokens as u64, 0);
         while let Some(finished) = engine.take_finished() {
             let rollout = finished.view();
             let text = tokenizer.completion_text(rollout.completion(), rollout.finish)?;
@@ -394,7 +302,7 @@ pub fn greedy_accuracy(
             };
             let problem = &held.problems[finished.group.index()];
             sum += f64::from(score_caught(held.reward, problem, &completion).unwrap_or(0.0));
-            bar.inc(1);
+            progress(0, 1);
         }
     }
     Ok(sum / held.problems.len().max(1) as f64)

@@ -111,6 +111,12 @@ impl Bar {
         self.inner.tick();
     }
 
+    /// `tokens` more went through and `n` more are done.
+    pub fn add(&self, tokens: u64, n: u64) {
+        self.tokens(tokens);
+        self.inc(n);
+    }
+
     /// Takes the bar off the screen.
     pub fn finish(self) {
         self.inner.finish_and_clear();

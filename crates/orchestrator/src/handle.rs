@@ -1,0 +1,173 @@
+//! The trainer's end of the rollout worker: commands out, replies in, and no wait without a bound.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use r3_core::ids::PolicyVersion;
+use r3_engine::refit::RefitReport;
+use r3_model::autograd::SharedWeights;
+use r3_tasks::dataset::Prompt;
+use r3_telemetry::progress::Bar;
+
+use crate::error::RunError;
+use crate::worker::{Evaluation, SampleStats, Worker, WorkerParts};
+
+/// How long one look at the replies may take before the worker's pulse is felt.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// What the worker is asked to do.
+pub(crate) enum Command {
+    Sample { prompts: Vec<Prompt>, bar: Bar },
+    Evaluate { problems: usize, max_new_tokens: usize, bar: Bar },
+    Refit { weights: SharedWeights, version: PolicyVersion },
+}
+
+/// An answer to one [`Command`], in order.
+#[derive(Debug)]
+pub(crate) enum Reply {
+    Sampled(SampleStats),
+    Evaluated(Evaluation),
+    Refitted(RefitReport),
+}
+
+/// Counts what the worker gets done. A worker whose count stands still for the deadline is stuck: in a reward that
+/// never returns, say.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Pulse {
+    beats: Arc<AtomicU64>,
+}
+
+impl Pulse {
+    /// One more tick, rollout or tensor is done.
+    pub(crate) fn beat(&self) {
+        self.beats.fetch_add(1, Ordering::Relaxed); // A count to look at; it orders nothing.
+    }
+
+    fn count(&self) -> u64 {
+        self.beats.load(Ordering::Relaxed)
+    }
+}
+
+/// The worker's commands, replies and pulse. Dropping it lets the worker finish.
+pub struct WorkerHandle {
+    commands: Option<Sender<Command>>,
+    replies: Receiver<Result<Reply, RunError>>,
+    thread: Option<JoinHandle<()>>,
+    pulse: Pulse,
+    last: (u64, Instant),
+    deadline: Duration,
+}
+
+impl WorkerHandle {
+    /// Starts the worker thread.
+    ///
+    /// # Errors
+    /// If the machine has no thread to give.
+    pub fn spawn(parts: WorkerParts) -> Result<Self, RunError> {
+        let (commands, command_queue) = channel();
+        let (reply_queue, replies) = channel();
+        let (deadline, pulse) = (parts.deadline, Pulse::default());
+        let worker = Worker::new(parts, pulse.clone());
+        let thread = thread::Builder::new()
+            .name("rollout".into())
+            .spawn(move || worker.serve(&command_queue, &reply_queue))
+            .map_err(|source| RunError::Io { path: "the rollout thread".into(), source })?;
+        let last = (0, Instant::now());
+        Ok(Self { commands: Some(commands), replies, thread: Some(thread), pulse, last, deadline })
+    }
+
+    /// Asks for all rollouts of `prompts`; they arrive in the ring, and [`Self::sampled`] says when all have.
+    ///
+    /// # Errors
+    /// If the worker is gone.
+    pub fn sample(&mut self, prompts: Vec<Prompt>, bar: Bar) -> Result<(), RunError> {
+        self.send(Command::Sample { prompts, bar })
+    }
+
+    /// The outcome of [`Self::sample`], if it comes within `wait`; `None` while the worker gets on with it.
+    ///
+    /// # Errors
+    /// Whatever stopped the worker, or that it got nothing done before the deadline.
+    pub fn sampled(&mut self, wait: Duration) -> Result<Option<SampleStats>, RunError> {
+        match self.look(wait)? {
+            Some(Reply::Sampled(stats)) => Ok(Some(stats)),
+            Some(_) => unreachable!("replies come in the order of commands"),
+            None => Ok(None),
+        }
+    }
+
+    /// Answers the first `problems` held-out problems greedily.
+    ///
+    /// # Errors
+    /// As [`Self::sampled`].
+    pub fn evaluate(
+        &mut self,
+        problems: usize,
+        max_new_tokens: usize,
+        bar: Bar,
+    ) -> Result<Evaluation, RunError> {
+        self.send(Command::Evaluate { problems, max_new_tokens, bar })?;
+        match self.reply()? {
+            Reply::Evaluated(evaluation) => Ok(evaluation),
+            _ => unreachable!("replies come in the order of commands"),
+        }
+    }
+
+    /// Loads the trained weights into the engine, audited, and forgets everything of the old ones.
+    ///
+    /// # Errors
+    /// If a tensor is not finite or a hash differs; the engine then still serves the old weights. Or as
+    /// [`Self::sampled`].
+    pub fn refit(&mut self, weights: SharedWeights, version: PolicyVersion) -> Result<RefitReport, RunError> {
+        self.send(Command::Refit { weights, version })?;
+        match self.reply()? {
+            Reply::Refitted(report) => Ok(report),
+            _ => unreachable!("replies come in the order of commands"),
+        }
+    }
+
+    fn send(&mut self, command: Command) -> Result<(), RunError> {
+        self.last = (self.pulse.count(), Instant::now());
+        let commands = self.commands.as_ref().expect("commands are only closed on drop");
+        commands.send(command).map_err(|_| RunError::WorkerGone)
+    }
+
+    fn reply(&mut self) -> Result<Reply, RunError> {
+        loop {
+            if let Some(reply) = self.look(LOOK)? {
+                return Ok(reply);
+            }
+        }
+    }
+
+    /// Waits for a reply, at most for `wait`; fails once the pulse has stood still for the deadline.
+    fn look(&mut self, wait: Duration) -> Result<Option<Reply>, RunError> {
+        match self.replies.recv_timeout(wait) {
+            Ok(reply) => return reply.map(Some),
+            Err(RecvTimeoutError::Disconnected) => return Err(RunError::WorkerGone),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        let beats = self.pulse.count();
+        if beats != self.last.0 {
+            self.last = (beats, Instant::now());
+        }
+        let waited = self.last.1.elapsed();
+        if waited > self.deadline {
+            self.thread = None; // A stuck thread cannot be joined; it ends with the process.
+            return Err(RunError::Stalled { waited });
+        }
+        Ok(None)
+    }
+}
+
+impl Drop for WorkerHandle {
+    fn drop(&mut self) {
+        self.commands = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join(); // Its panic has been printed, and reported as `WorkerGone`.
+        }
+    }
+}
