@@ -286,11 +286,11 @@ mod tests {
     fn only_the_newest_are_kept() {
         let root = tempfile::tempdir().unwrap();
         let checkpoints = Checkpoints::new(root.path().to_owned(), 2);
-        for step in [1, 2, 10, 9] {
+        for step in [1, 2, 1_000_000, 999_999] {
             checkpoints.save(position(step), 7, write_weights).unwrap();
         }
-        assert_eq!(names(root.path()), ["step-000009", "step-000010"]);
-        assert_eq!(checkpoints.latest().unwrap(), Some(root.path().join("step-000010")));
+        assert_eq!(names(root.path()), ["step-1000000", "step-999999"]);
+        assert_eq!(checkpoints.latest().unwrap(), Some(root.path().join("step-1000000")));
     }
 
     #[test]

@@ -33,17 +33,15 @@ impl Learner {
         Ok(value.into())
     }
 
-    /// One optimiser step with the gradients added since the last one.
-    pub(crate) fn update(&mut self) -> Result<Update, TrainError> {
-        let updated = self.optimiser.update(self.policy.vars(), &self.gradients, self.version);
+    /// Starts an optimiser step: forgets the gradients of the last one, even if it failed half-way.
+    pub(crate) fn start_step(&mut self) {
         self.gradients.zero();
-        let update = updated?;
-        self.version = self.version.next();
-        Ok(update)
     }
 
-    /// Forgets gradients of an optimiser step that failed half-way.
-    pub(crate) fn restart(&mut self) {
-        self.gradients.zero();
+    /// Ends an optimiser step: updates the weights with the gradients added since it started.
+    pub(crate) fn update(&mut self) -> Result<Update, TrainError> {
+        let update = self.optimiser.update(self.policy.vars(), &self.gradients, self.version)?;
+        self.version = self.version.next();
+        Ok(update)
     }
 }

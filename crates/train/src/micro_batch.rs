@@ -165,6 +165,9 @@ mod tests {
             let mut micro = MicroBatch::default();
             micro.gather(&batch, 0..2);
             assert_eq!(micro.routes.capacity(), 0, "off holds no route memory");
+            let mut used = MicroBatch { routes: vec![7; 9], ..MicroBatch::default() };
+            used.gather(&batch, 0..2);
+            assert_eq!(used, micro, "nothing of an earlier micro-batch stays");
         });
     }
 }

@@ -82,7 +82,7 @@ impl SftTrainer {
                 return Err(TrainError::EmptyAnswer { example, tokens, answer_start });
             }
         }
-        self.learner.restart();
+        self.learner.start_step();
         let n_inputs = examples.iter().map(|example| example.tokens.len() - 1).sum();
         let n_trained = examples.iter().map(|example| example.tokens.len() - example.answer_start).sum();
         let totals = Totals { n_inputs, n_trained };
@@ -176,11 +176,12 @@ mod tests {
     use crate::fixtures::tiny_policy;
 
     fn trainer(load_balance: f64, micro_batch_tokens: usize) -> SftTrainer {
-        let sft: Sft = serde_json::from_value(serde_json::json!({
-            "steps": 50, "lr": 0.01, "load_balance": load_balance,
-        }))
-        .unwrap();
-        SftTrainer::new(tiny_policy(2), &sft, micro_batch_tokens)
+        trainer_at(0.01, load_balance, micro_batch_tokens)
+    }
+
+    fn trainer_at(lr: f64, load_balance: f64, micro_batch_tokens: usize) -> SftTrainer {
+        let sft = serde_json::json!({ "steps": 50, "lr": lr, "load_balance": load_balance });
+        SftTrainer::new(tiny_policy(2), &serde_json::from_value(sft).unwrap(), micro_batch_tokens)
     }
 
     fn demonstrations() -> Vec<Vec<TokenId>> {
@@ -231,6 +232,14 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn no_gradient_leaks_into_the_next_step() {
+        let demonstrations = demonstrations();
+        let mut trainer = trainer_at(0.0, 0.01, 8);
+        let first = trainer.step(&examples(&demonstrations)).unwrap();
+        assert_eq!(trainer.step(&examples(&demonstrations)).unwrap(), first);
     }
 
     #[test]

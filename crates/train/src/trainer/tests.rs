@@ -1,0 +1,257 @@
+use candle_core::Var;
+use r3_recipe::learning::{Dapo, Grpo, Train};
+
+use super::*;
+use crate::batch::Limits;
+use crate::fixtures::{OwnedRollout, sampled_by, tiny_policy, with_groups};
+
+const WHOLE: Limits = Limits { mini_steps: 1, micro_batch_tokens: 1000, routes: RoutesUse::Replay };
+
+fn algorithms() -> [Algorithm; 2] {
+    [Algorithm::Dapo(Dapo::default()), Algorithm::Grpo(Grpo::default())]
+}
+
+fn trainer(algorithm: &Algorithm) -> Trainer {
+    trainer_at(algorithm, 1e-2)
+}
+
+fn trainer_at(algorithm: &Algorithm, lr: f64) -> Trainer {
+    let train = Train { lr, ..Train::default() };
+    Trainer::new(tiny_policy(1), algorithm, AdamWConfig::of_train(&train, 100), 1.0)
+}
+
+/// Three groups of three rollouts that the tiny policy itself sampled, with unequal lengths.
+fn rollouts() -> Vec<OwnedRollout> {
+    let mut policy = tiny_policy(1);
+    let ids = (0..3).flat_map(|group| (0..3).map(move |index| (group, index)));
+    ids.map(|(group, index)| {
+        let lengths = (2 + index as usize, 3 + group as usize - index as usize);
+        sampled_by(&mut policy, OwnedRollout::new(group, index, lengths, (index % 2) as f32))
+    })
+    .collect()
+}
+
+fn step(trainer: &mut Trainer, rollouts: &[OwnedRollout], limits: Limits) -> Result<StepStats, TrainError> {
+    // Only overlong punishment and scale of advantages depend on the algorithm that packs.
+    let algorithm = Algorithm::Dapo(Dapo::default());
+    with_groups(rollouts, |groups| trainer.step(&Batch::pack(groups, &algorithm, limits)?))
+}
+
+fn flat(vars: &[(String, Var)]) -> Vec<f32> {
+    vars.iter().flat_map(|(_, var)| var.flatten_all().unwrap().to_vec1::<f32>().unwrap()).collect()
+}
+
+/// The first step's running mean is a tenth of the clipped gradient.
+fn first_moments(trainer: &Trainer) -> Vec<f32> {
+    trainer.learner.optimiser.moments().iter().flat_map(|one| one.m.clone()).collect()
+}
+
+/// Shifts the first expert of every choice where that keeps the ids distinct.
+fn rerouted(mut rollout: OwnedRollout) -> OwnedRollout {
+    let routes = rollout.routes.unwrap();
+    let mut bytes = routes.view().bytes().to_vec();
+    for pair in bytes.chunks_exact_mut(2) {
+        pair[0] = (0..4).find(|id| !pair.contains(id)).unwrap();
+    }
+    let mut rows = r3_core::routes::RouteRows::with_capacity(routes.view().dims(), 0);
+    rows.append(&bytes);
+    rollout.routes = Some(rows);
+    rollout
+}
+
+#[test]
+fn every_weight_gets_a_gradient_under_replay_and_without() {
+    for routes in [RoutesUse::Replay, RoutesUse::None] {
+        let mut trainer = trainer(&algorithms()[0]);
+        step(&mut trainer, &rollouts(), Limits { routes, ..WHOLE }).unwrap();
+        let Learner { policy, optimiser, .. } = &trainer.learner;
+        for ((name, _), moments) in policy.vars().iter().zip(optimiser.moments()) {
+            assert!(moments.m.iter().any(|m| *m != 0.0), "{name} does not learn");
+        }
+    }
+}
+
+#[test]
+fn at_equal_weights_there_is_no_mismatch_in_any_mini_step() {
+    for mini_steps in [1, 3] {
+        let stats =
+            step(&mut trainer(&algorithms()[0]), &rollouts(), Limits { mini_steps, ..WHOLE }).unwrap();
+        let mismatch = stats.mismatch;
+        assert_eq!((stats.mini_steps, mismatch.n_tokens), (mini_steps, stats.batch.n_trained));
+        assert_eq!([mismatch.k3_kl, mismatch.abs_diff_max, mismatch.extreme_frac_tau2], [0.0; 3]);
+        assert_eq!(mismatch.router, Some(crate::mismatch::RouterDiscrepancy::default()));
+        assert_eq!(stats.version, PolicyVersion(mini_steps as u64));
+    }
+}
+
+#[test]
+fn before_the_first_update_nothing_is_clipped_and_the_policy_has_not_moved() {
+    let actor = step(&mut trainer(&algorithms()[0]), &rollouts(), WHOLE).unwrap().actor;
+    assert_eq!([actor.ppo_kl, actor.pg_clipfrac], [0.0; 2]);
+    assert!(actor.entropy > 0.0 && actor.entropy <= 13.0_f64.ln());
+    let several = Limits { mini_steps: 3, ..WHOLE };
+    let actor = step(&mut trainer(&algorithms()[0]), &rollouts(), several).unwrap().actor;
+    assert_ne!(actor.ppo_kl, 0.0, "later mini-steps come after an update");
+}
+
+#[test]
+fn ppo_kl_is_rollout_minus_policy() {
+    let mut rollouts = rollouts();
+    rollouts.iter_mut().flat_map(|rollout| &mut rollout.rollout_logprobs).for_each(|old| *old += 0.125);
+    let actor = step(&mut trainer(&algorithms()[0]), &rollouts, WHOLE).unwrap().actor;
+    assert!((actor.ppo_kl - 0.125).abs() < 1e-6, "{}", actor.ppo_kl);
+}
+
+#[test]
+fn at_ratio_one_the_loss_is_the_mean_advantage_over_tokens_or_over_rollouts() {
+    let mut rollouts = rollouts();
+    rollouts[1].mask = Some(vec![0; rollouts[1].rollout_logprobs.len()]); // Or rollouts would cancel out.
+    let (tokens, sequences) = with_groups(&rollouts, |groups| {
+        let batch = Batch::pack(groups, &algorithms()[0], WHOLE).unwrap();
+        let weighed = |weight: fn(usize) -> f64| -> f64 {
+            let total: f64 = batch.sequences().iter().map(|one| weight(one.n_trained)).sum();
+            let sum = |(one, n): (f64, usize)| one * weight(n);
+            batch.sequences().iter().map(|one| sum((one.advantage.into(), one.n_trained))).sum::<f64>()
+                / total
+        };
+        (weighed(|n| n as f64), weighed(|_| 1.0))
+    });
+    for (algorithm, mean) in algorithms().iter().zip([tokens, sequences]) {
+        let loss = step(&mut trainer(algorithm), &rollouts, WHOLE).unwrap().actor.pg_loss;
+        assert!((loss + mean).abs() < 1e-5 && loss != 0.0, "{loss} is not -{mean}");
+    }
+}
+
+#[test]
+fn no_gradient_leaks_into_the_next_step_even_from_a_failed_one() {
+    let limits = Limits { micro_batch_tokens: 1, ..WHOLE };
+    let mut trainer = trainer_at(&algorithms()[0], 0.0);
+    let first = step(&mut trainer, &rollouts(), limits).unwrap().actor.grad_norm;
+    let mut broken = rollouts();
+    broken[8].tokens[0].0 = 99; // Outside the vocabulary, in the last micro-batch.
+    assert!(matches!(step(&mut trainer, &broken, limits), Err(TrainError::Model(_))));
+    assert_eq!(step(&mut trainer, &rollouts(), limits).unwrap().actor.grad_norm, first);
+}
+
+#[test]
+fn replay_takes_the_rollouts_experts_and_reports_the_routers_own() {
+    let other: Vec<_> = rollouts().into_iter().map(rerouted).collect();
+    let run = |rollouts: &[OwnedRollout], routes| {
+        step(&mut trainer(&algorithms()[0]), rollouts, Limits { routes, ..WHOLE }).unwrap()
+    };
+    let replayed = run(&other, RoutesUse::Replay);
+    assert!(replayed.mismatch.abs_diff_max > 0.0, "other experts give other logprobs");
+    assert_eq!(replayed.mismatch.router.unwrap().token_any_frac, 1.0);
+    // Diagnosis compares the same routes but runs the router's own, which are the ones that sampled.
+    let diagnosed = run(&other, RoutesUse::Diagnose);
+    assert_eq!(diagnosed.mismatch.abs_diff_max, 0.0);
+    assert_eq!(diagnosed.mismatch.router.unwrap().token_any_frac, 1.0);
+    assert_ne!(replayed.load, diagnosed.load);
+    let off = run(&other, RoutesUse::None);
+    assert_eq!((off.mismatch.abs_diff_max, off.mismatch.router, off.load), (0.0, None, None));
+}
+
+#[test]
+fn without_routes_the_trainer_holds_no_route_memory() {
+    let mut trainer = trainer(&algorithms()[0]);
+    step(&mut trainer, &rollouts(), Limits { routes: RoutesUse::None, ..WHOLE }).unwrap();
+    assert_eq!((trainer.native.n_tokens(), trainer.micro.routes.capacity()), (0, 0));
+}
+
+#[test]
+fn micro_batches_add_up() {
+    for algorithm in algorithms() {
+        let gradient = |micro_batch_tokens| {
+            let mut trainer = trainer(&algorithm);
+            let stats = step(&mut trainer, &rollouts(), Limits { micro_batch_tokens, ..WHOLE }).unwrap();
+            (stats.actor.pg_loss, first_moments(&trainer))
+        };
+        let (loss, whole) = gradient(1000);
+        for micro_batch_tokens in [1, 11, 20] {
+            let (split_loss, split) = gradient(micro_batch_tokens);
+            assert!((loss - split_loss).abs() < 1e-6);
+            let largest = whole.iter().fold(0.0_f32, |largest, m| largest.max(m.abs()));
+            for (a, b) in whole.iter().zip(&split) {
+                assert!((a - b).abs() <= 1e-5 * largest, "{a} is not {b}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_order_of_arrival_and_repetition_change_no_bit() {
+    let run = |rollouts: Vec<OwnedRollout>| {
+        let mut trainer = trainer(&algorithms()[0]);
+        let limits = Limits { mini_steps: 2, micro_batch_tokens: 12, ..WHOLE };
+        let stats = step(&mut trainer, &rollouts, limits).unwrap();
+        (stats, flat(trainer.policy().vars()))
+    };
+    let first = run(rollouts());
+    assert_eq!(first, run(rollouts()));
+    assert_eq!(first, run(rollouts().into_iter().rev().collect()));
+}
+
+#[test]
+fn better_rollouts_become_likelier() {
+    for algorithm in algorithms() {
+        let mut trainer = trainer(&algorithm);
+        let first = step(&mut trainer, &rollouts(), WHOLE).unwrap();
+        for _ in 0..4 {
+            step(&mut trainer, &rollouts(), WHOLE).unwrap();
+        }
+        let last = step(&mut trainer, &rollouts(), WHOLE).unwrap();
+        assert!(last.actor.pg_loss < first.actor.pg_loss - 0.05, "{:?} then {:?}", first.actor, last.actor);
+        assert!(last.actor.pg_clipfrac > 0.0, "an old rollout ends up clipped");
+    }
+}
+
+#[test]
+fn nothing_to_learn_changes_nothing() {
+    let mut trainer = trainer(&algorithms()[0]);
+    let before = flat(trainer.policy().vars());
+    let equal: Vec<_> = rollouts().into_iter().filter(|rollout| rollout.index != 1).collect();
+    let stats = step(&mut trainer, &equal, WHOLE).unwrap();
+    assert_eq!((stats.mini_steps, stats.version), (0, PolicyVersion(0)));
+    assert_eq!(stats.batch.n_groups_equal, 3);
+    assert_eq!(flat(trainer.policy().vars()), before);
+}
+
+#[test]
+fn a_weight_that_is_not_a_number_stops_the_step_before_any_update() {
+    let mut trainer = trainer(&algorithms()[0]);
+    let (_, var) = trainer.policy().vars().last().unwrap();
+    var.set(&var.affine(0.0, f64::NAN).unwrap()).unwrap();
+    let error = step(&mut trainer, &rollouts(), Limits { mini_steps: 3, ..WHOLE }).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "the policy's logprob of group 1, rollout 0, token 1 is not finite in the step after version 0"
+    );
+    assert_eq!((trainer.version(), trainer.learner.optimiser.steps()), (PolicyVersion(0), 0));
+}
+
+#[test]
+fn routes_of_another_model_are_refused() {
+    let dims = r3_core::routes::RouteDims { n_layers: 2, top_k: 2, n_experts: 5 };
+    let other: Vec<_> = rollouts().into_iter().map(|rollout| rollout.with_routes(dims)).collect();
+    let error = step(&mut trainer(&algorithms()[0]), &other, WHOLE).unwrap_err();
+    assert!(matches!(error, TrainError::RouteShape { .. }), "{error}");
+}
+
+#[test]
+fn a_resumed_trainer_continues_bit_for_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut whole = trainer(&algorithms()[0]);
+    step(&mut whole, &rollouts(), WHOLE).unwrap();
+    let checkpoints = crate::checkpoint::Checkpoints::new(dir.path().to_owned(), 1);
+    let saved = checkpoints
+        .save(whole.position(1), whole.checkpoint_bytes(), |dir| whole.write_optimiser(dir))
+        .unwrap();
+    let mut resumed = trainer(&algorithms()[0]);
+    for ((_, from), (_, to)) in whole.policy().vars().iter().zip(resumed.policy().vars()) {
+        to.set(from).unwrap();
+    }
+    resumed.resume(&saved, &crate::checkpoint::verify(&saved).unwrap()).unwrap();
+    let stats = [&mut whole, &mut resumed].map(|trainer| step(trainer, &rollouts(), WHOLE).unwrap());
+    assert_eq!(stats[0], stats[1]);
+    assert_eq!(flat(whole.policy().vars()), flat(resumed.policy().vars()));
+}
