@@ -1,0 +1,48 @@
+//! Rollouts packed as the trainer packs them.
+
+use r3_core::ids::TokenId;
+use r3_core::routes::{RouteDims, RouteView};
+use r3_model::autograd::Packed;
+
+/// Sequences without padding: the inputs of each are its tokens but the last.
+pub(crate) struct Packing {
+    dims: RouteDims,
+    tokens: Vec<TokenId>,
+    targets: Vec<TokenId>,
+    lengths: Vec<usize>,
+    /// `[T, L, K]`.
+    routes: Vec<u16>,
+}
+
+impl Packing {
+    pub(crate) fn new(dims: RouteDims) -> Self {
+        Self { dims, tokens: Vec::new(), targets: Vec::new(), lengths: Vec::new(), routes: Vec::new() }
+    }
+
+    /// Appends `tokens` `[T]`, routed as `routes` `[T - 1, L, K]` says.
+    pub(crate) fn add(&mut self, tokens: &[TokenId], routes: RouteView<'_>) {
+        let n_inputs = tokens.len() - 1;
+        assert_eq!(routes.check(n_inputs), Ok(()));
+        self.tokens.extend_from_slice(&tokens[..n_inputs]);
+        self.targets.extend_from_slice(&tokens[1..]);
+        self.lengths.push(n_inputs);
+        for row in 0..n_inputs {
+            for layer in 0..self.dims.n_layers {
+                self.routes.extend((0..self.dims.top_k).map(|k| routes.expert(row, layer, k)));
+            }
+        }
+    }
+
+    pub(crate) fn packed(&self) -> Packed<'_> {
+        Packed { tokens: &self.tokens, targets: &self.targets, lengths: &self.lengths }
+    }
+
+    /// The routes as replay takes them, `[L, T, K]`.
+    pub(crate) fn replayed(&self) -> Vec<u16> {
+        let RouteDims { n_layers, top_k, .. } = self.dims;
+        let rows = |layer: usize| {
+            self.routes.chunks_exact(n_layers * top_k).flat_map(move |row| &row[layer * top_k..][..top_k])
+        };
+        (0..n_layers).flat_map(rows).copied().collect()
+    }
+}

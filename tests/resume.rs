@@ -1,0 +1,339 @@
+//! Runs that are killed, interrupted, continued and judged by broken rewards end the way they should.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use r3_model::checkpoint::Checkpoint;
+use r3_model::source::{TensorSource, canonical_tensors};
+use r3_orchestrator::error::{ExitClass, RunError};
+use r3_orchestrator::run::{RunOptions, RunOutcome, run};
+use r3_recipe::recipe::Recipe;
+use r3_tasks::dataset::Problem;
+use r3_tasks::error::TaskError;
+use r3_tasks::reward::{FailureReason, Reward};
+use r3_telemetry::metrics;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+const STEPS: u64 = 6;
+
+fn model() -> PathBuf {
+    [env!("CARGO_MANIFEST_DIR"), "../../assets/tiny-moe"].iter().collect()
+}
+
+/// A run of a second or two that learns in every step and writes into `dir/out`.
+fn recipe_text(dir: &Path) -> String {
+    format!(
+        "model: {{ path: {} }}
+task: {{ arithmetic: {{ digits: 2, held_out: 8 }} }}
+rollout: {{ groups: 6, group_size: 4, max_new_tokens: 4 }}
+algorithm: {{ dapo: {{ clip_low: 0.2, clip_high: 0.28 }} }}
+train: {{ lr: 1.0e-4, mini_steps: 2 }}
+eval: {{ problems: 8 }}
+metrics: {{ listen: null }}
+run: {{ steps: {STEPS}, seed: 5, save_every: 2, out: {} }}
+",
+        model().display(),
+        dir.join("out").display()
+    )
+}
+
+/// The recipe with `changes` put over it, as `--set` does.
+fn recipe(dir: &Path, changes: &[&str]) -> Recipe {
+    let path = dir.join("recipe.yaml");
+    fs::write(&path, recipe_text(dir)).unwrap();
+    let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
+    Recipe::load(&path, &changes).unwrap().recipe
+}
+
+/// A running `r3 run`, told what it does line by line.
+struct Process {
+    child: Child,
+    stderr: BufReader<std::process::ChildStderr>,
+    said: String,
+}
+
+impl Process {
+    fn start(dir: &Path, arguments: &[&str]) -> Self {
+        let recipe = dir.join("recipe.yaml");
+        fs::write(&recipe, recipe_text(dir)).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_r3"));
+        command.arg("run").arg(recipe).args(arguments).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let stderr = BufReader::new(child.stderr.take().unwrap());
+        Self { child, stderr, said: String::new() }
+    }
+
+    /// Reads until step `step` reports. The next step is then under way.
+    fn wait_for_step(&mut self, step: u64) {
+        let line_start = format!("step {step}/{STEPS} ");
+        let mut line = String::new();
+        while !line.starts_with(&line_start) {
+            line.clear();
+            assert!(
+                self.stderr.read_line(&mut line).unwrap() > 0,
+                "ended before step {step}:\n{}",
+                self.said
+            );
+            self.said += &line;
+        }
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// How it ended, and all it said.
+    fn end(mut self) -> (ExitStatus, String) {
+        let mut line = String::new();
+        while self.stderr.read_line(&mut line).unwrap() > 0 {
+            self.said += &line;
+            line.clear();
+        }
+        (self.child.wait().unwrap(), self.said)
+    }
+}
+
+/// Runs `r3 run` to its end, which has to be a good one.
+fn complete(dir: &Path, arguments: &[&str]) {
+    let (status, said) = Process::start(dir, arguments).end();
+    assert_eq!(status.code(), Some(0), "{said}");
+}
+
+/// The lines of `metrics.jsonl` without times and rates, which no two runs share.
+fn measured(dir: &Path) -> Vec<Vec<(String, Value)>> {
+    let is_timeless = |key: &str| !key.starts_with("timing_s/") && !key.ends_with("_per_second");
+    let text = fs::read_to_string(dir.join("out/metrics.jsonl")).unwrap();
+    let record = |line: &str| {
+        let Value::Object(record) = serde_json::from_str(line).unwrap() else { panic!("{line}") };
+        record.into_iter().filter(|(key, _)| is_timeless(key)).collect()
+    };
+    text.lines().map(record).collect()
+}
+
+/// Checks that the runs of two directories measured and became the same.
+fn assert_same_run(found: &Path, expected: &Path) {
+    let (found_records, expected_records) = (measured(found), measured(expected));
+    assert_eq!(expected_records.len() as u64, STEPS + 1);
+    assert!(expected_records[1].iter().any(|(key, _)| key == "actor/pg_loss"));
+    for (found, expected) in found_records.iter().zip(&expected_records) {
+        assert_eq!(found, expected);
+    }
+    assert_eq!(found_records.len(), expected_records.len());
+    for file in ["model.safetensors", "config.json", "tokenizer.json"] {
+        let read = |dir: &Path| fs::read(dir.join(format!("out/step-{STEPS:06}")).join(file)).unwrap();
+        assert!(read(found) == read(expected), "{file} differs");
+    }
+}
+
+#[test]
+fn a_killed_run_and_an_interrupted_run_resume_as_if_nothing_had_happened() {
+    let whole = tempfile::tempdir().unwrap();
+    complete(whole.path(), &[]);
+
+    // After its third step a run is in the middle of the fourth; after the fourth, it is writing a checkpoint.
+    for step in [3, 4] {
+        let killed = tempfile::tempdir().unwrap();
+        let mut process = Process::start(killed.path(), &[]);
+        process.wait_for_step(step);
+        process.signal(Signal::KILL);
+        let (status, said) = process.end();
+        assert_eq!(status.signal(), Some(Signal::KILL.as_raw()), "{said}");
+        assert!(killed.path().join("out/step-000002").is_dir());
+        assert!(!killed.path().join("out/step-000006").exists());
+        complete(killed.path(), &["--resume"]);
+        assert_same_run(killed.path(), whole.path());
+    }
+
+    let interrupted = tempfile::tempdir().unwrap();
+    let mut process = Process::start(interrupted.path(), &[]);
+    process.wait_for_step(3);
+    process.signal(Signal::TERM);
+    let (status, said) = process.end();
+    assert_eq!(status.code(), Some(130), "{said}");
+    // The signal may come before the run has looked whether one came in its third step, or after.
+    let named = [3, 4].into_iter().find(|step| said.contains(&format!("step {step} is finished and saved")));
+    let step = named.unwrap_or_else(|| panic!("{said}"));
+    assert!(interrupted.path().join(format!("out/step-{step:06}/model.safetensors")).is_file());
+    assert!(said.contains("hint: continue with --resume"), "{said}");
+    complete(interrupted.path(), &["--resume"]);
+    assert_same_run(interrupted.path(), whole.path());
+}
+
+fn in_process(
+    recipe: &Recipe,
+    reward: Option<Arc<dyn Reward>>,
+    resume: bool,
+) -> Result<RunOutcome, RunError> {
+    run(recipe, &RunOptions { resume, reward, ..RunOptions::default() })
+}
+
+#[test]
+fn a_changed_recipe_is_not_resumed_but_a_longer_one_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let short = ["run.steps=1", "eval.problems=0"];
+    in_process(&recipe(dir.path(), &short), None, false).unwrap();
+    for (change, key) in [
+        ("train.lr=2e-4", "train.lr"),
+        ("rollout.group_size=8", "rollout.group_size"),
+        ("router_replay.mode=off", "router_replay.mode"),
+        ("algorithm.dapo.clip_high=0.2", "algorithm.dapo.clip_high"),
+        ("run.seed=6", "run.seed"),
+    ] {
+        let changed = recipe(dir.path(), &[&short[..], &[change]].concat());
+        let error = in_process(&changed, None, true).expect_err(change);
+        assert!(matches!(&error, RunError::RecipeChanged { key: found, .. } if found == key), "{error}");
+        assert_eq!(error.exit_class(), ExitClass::Usage);
+    }
+    let longer = recipe(dir.path(), &["run.steps=2", "eval.problems=0", "engine.max_running=4"]);
+    let outcome = in_process(&longer, None, true).unwrap();
+    assert_eq!(outcome.records.last().unwrap().step(), 2);
+    assert!(dir.path().join("out/step-000002").is_dir());
+}
+
+#[test]
+fn a_directory_with_checkpoints_is_neither_overwritten_nor_resumed_unasked() {
+    let dir = tempfile::tempdir().unwrap();
+    let recipe = recipe(dir.path(), &["run.steps=1", "eval.problems=0"]);
+    let error = in_process(&recipe, None, true).expect_err("nothing is there");
+    assert!(matches!(error, RunError::NothingToResume { .. }), "{error}");
+    in_process(&recipe, None, false).unwrap();
+    let error = in_process(&recipe, None, false).expect_err("a run is there");
+    assert!(matches!(error, RunError::OutTaken { .. }), "{error}");
+    assert_eq!(error.exit_class(), ExitClass::Usage);
+}
+
+/// Judges by a function, and counts.
+struct Judge<F> {
+    n_asked: AtomicUsize,
+    judge: F,
+}
+
+impl<F: Fn(&Problem, &str) -> f32 + Send + Sync + std::panic::RefUnwindSafe> Reward for Judge<F> {
+    fn name(&self) -> &str {
+        "judge"
+    }
+
+    fn score(&self, problem: &Problem, completion: &str, _finished: bool) -> f32 {
+        self.n_asked.fetch_add(1, Ordering::Relaxed); // A count; it orders nothing.
+        (self.judge)(problem, completion)
+    }
+}
+
+fn judge<F>(judge: F) -> Arc<Judge<F>> {
+    Arc::new(Judge { n_asked: AtomicUsize::new(0), judge })
+}
+
+/// Whether the sum's last digit is a multiple of three: a third of all completions, right or wrong.
+fn is_third(completion: &str) -> bool {
+    completion.ends_with(['0', '3', '6', '9'])
+}
+
+fn right(problem: &Problem, completion: &str) -> f32 {
+    f32::from(u8::from(problem.answer == completion))
+}
+
+#[test]
+fn rollouts_whose_reward_fails_leave_their_group_and_the_run_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let panics = judge(|problem: &Problem, completion: &str| match is_third(completion) {
+        true => panic!("cannot judge {completion}"),
+        false => right(problem, completion),
+    });
+    let returns_nan = judge(|problem: &Problem, completion: &str| match is_third(completion) {
+        true => f32::NAN,
+        false => right(problem, completion),
+    });
+    let recipe = recipe(dir.path(), &["run.steps=2", "eval.problems=0"]);
+    let failed = |outcome: &RunOutcome| -> Vec<f64> {
+        outcome.records.iter().filter_map(|record| record.get(metrics::REWARD_FAILED)).collect()
+    };
+    let options = |reward| RunOptions { overwrite: true, reward: Some(reward), ..RunOptions::default() };
+    let panicked = run(&recipe, &options(panics.clone())).unwrap();
+    let not_finite = run(&recipe, &options(returns_nan)).unwrap();
+    assert_eq!(panics.n_asked.load(Ordering::Relaxed), 2 * 6 * 4);
+    let counts = failed(&panicked);
+    assert_eq!(counts.len(), 2);
+    assert!(counts.iter().all(|&count| count > 0.0 && count < 24.0), "{counts:?}");
+    // How a reward fails makes no difference to what is learnt.
+    assert_eq!(failed(&not_finite), counts);
+    for gauge in [metrics::PG_LOSS, metrics::GRAD_NORM, metrics::REWARD_MEAN] {
+        let of = |outcome: &RunOutcome| outcome.records[2].get(gauge).unwrap();
+        assert_eq!(of(&panicked), of(&not_finite));
+    }
+    assert!(panicked.records[2].get(metrics::GRAD_NORM).unwrap() > 0.0);
+}
+
+/// Message and hint of the error that stops a run with `reward`.
+fn stopped_by(reward: Arc<dyn Reward>) -> (String, FailureReason) {
+    let dir = tempfile::tempdir().unwrap();
+    let recipe = recipe(dir.path(), &["eval.problems=0"]);
+    let error = in_process(&recipe, Some(reward), false).expect_err("the reward is broken");
+    assert_eq!(error.exit_class(), ExitClass::Usage);
+    let RunError::Task(TaskError::EveryRewardFailed { n_failed, first }) = &error else { panic!("{error}") };
+    assert_eq!(*n_failed, 6 * 4);
+    (format!("{error}\nhint: {}", error.hint()), first.reason.clone())
+}
+
+#[test]
+fn a_reward_that_always_panics_stops_the_run() {
+    let (text, reason) = stopped_by(judge(|_: &Problem, _: &str| panic!("no judge in the house")));
+    assert_eq!(reason, FailureReason::Panicked { message: "no judge in the house".into() });
+    insta::assert_snapshot!(text, @r"
+    the reward failed on all 24 rollouts of a step; first: reward `judge` failed on rollout 0 of group 0: it panicked: no judge in the house
+    hint: try the reward on the completion above, outside a run
+    ");
+}
+
+#[test]
+fn a_reward_that_is_always_nan_stops_the_run() {
+    let (text, reason) = stopped_by(judge(|_: &Problem, _: &str| f32::NAN));
+    assert!(matches!(reason, FailureReason::NotFinite { score } if score.is_nan()));
+    insta::assert_snapshot!(text, @r"
+    the reward failed on all 24 rollouts of a step; first: reward `judge` failed on rollout 0 of group 0: its score is NaN
+    hint: try the reward on the completion above, outside a run
+    ");
+}
+
+/// Every weight of a model directory.
+fn weights(dir: &Path) -> Vec<(String, Vec<f32>)> {
+    let checkpoint = Checkpoint::open(dir).unwrap();
+    let read = |(name, _): (String, Vec<usize>)| {
+        let mut values = Vec::new();
+        checkpoint.read(&name, &mut values).unwrap();
+        (name, values)
+    };
+    canonical_tensors(checkpoint.config()).into_iter().map(read).collect()
+}
+
+#[test]
+fn equal_rewards_teach_nothing_and_change_no_weight() {
+    for algorithm in ["algorithm={ dapo: {} }", "algorithm={ grpo: {} }"] {
+        let dir = tempfile::tempdir().unwrap();
+        let recipe = recipe(dir.path(), &["run.steps=2", "eval.problems=0", algorithm]);
+        let outcome = in_process(&recipe, Some(judge(|_: &Problem, _: &str| 0.5)), false).unwrap();
+        assert_eq!(outcome.records.len(), 3);
+        for record in &outcome.records[1..] {
+            let read = [metrics::FRAC_REWARD_ZERO_STD, metrics::POLICY_VERSION, metrics::REWARD_MEAN];
+            assert_eq!(read.map(|gauge| record.get(gauge)), [Some(1.0), Some(0.0), Some(0.5)]);
+        }
+        assert!(weights(&dir.path().join("out/step-000002")) == weights(&model()), "weights changed");
+    }
+}
+
+#[test]
+fn dynamic_sampling_gives_up_when_no_batch_has_a_signal() {
+    let dir = tempfile::tempdir().unwrap();
+    let dynamic = "algorithm={ dapo: { dynamic_sampling: { max_batches: 2 } } }";
+    let recipe = recipe(dir.path(), &["eval.problems=0", dynamic]);
+    let reward = judge(|_: &Problem, _: &str| 1.0);
+    let error = in_process(&recipe, Some(reward.clone()), false).expect_err("nothing to learn");
+    assert!(matches!(error, RunError::NoSignal { n_groups: 12, batches: 2 }), "{error}");
+    assert_eq!(error.exit_class(), ExitClass::Diverged);
+    assert_eq!(reward.n_asked.load(Ordering::Relaxed), 2 * 6 * 4);
+}
