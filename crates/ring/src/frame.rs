@@ -24,7 +24,7 @@ pub struct FrameMeta<'a> {
     pub layer_ids: &'a [u32],
     /// Weights the engine held when the rollout finished, counted by refits.
     pub weight_epoch: u64,
-    /// Which model: the hash of its configuration.
+    /// Which weights: one hash over all tensors as the engine holds them.
     pub model_hash: u64,
     /// What the completion earned.
     pub reward: Reward,
@@ -193,7 +193,7 @@ impl<'a> Frame<'a> {
         self.weight_epoch
     }
 
-    /// Which model: the hash of its configuration.
+    /// Which weights: one hash over all tensors as the engine holds them.
     #[must_use]
     pub fn model_hash(&self) -> u64 {
         self.model_hash

@@ -37,6 +37,6 @@ mod protocol;
 pub mod reader;
 pub mod ring;
 #[cfg(not(loom))]
-mod room;
+pub mod room;
 mod sync;
 pub mod writer;

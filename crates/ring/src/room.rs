@@ -1,11 +1,12 @@
-//! How much memory the machine can still give, so that a ring too large is refused and not killed.
+//! How much memory the machine can still give, so that what is too large is refused and not killed.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Bytes that can be allocated before something must be killed: the kernel's own estimate, or less if a
 /// control group (version 2) of this process allows less. `u64::MAX` if nobody says.
-pub(crate) fn available_bytes() -> u64 {
+#[must_use]
+pub fn available_bytes() -> u64 {
     let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| mem_available(&text));
     let groups = fs::read_to_string("/proc/self/cgroup").ok().and_then(|text| group_dir(&text));
     let tightest = groups.iter().flat_map(|dir| dir.ancestors()).filter_map(group_room).min();

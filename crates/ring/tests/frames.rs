@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Sample, Shape};
-use proptest::prelude::*;
+use proptest::prelude::{Strategy, any, prop, prop_assert, prop_assert_eq, proptest};
 use r3_core::rollout::Reward;
 use r3_core::routes::{RouteDims, RouteError, RouteRows};
 use r3_ring::error::{FrameError, SampleFault};

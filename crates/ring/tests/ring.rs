@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::thread;
 use std::time::Duration;
 
-use proptest::prelude::*;
+use proptest::prelude::{Just, Strategy, any, prop, prop_assert, prop_assert_eq, prop_oneof, proptest};
 use r3_ring::error::{RingError, Side, Wait};
 use r3_ring::reader::{FrameId, Reader};
 use r3_ring::ring::Ring;

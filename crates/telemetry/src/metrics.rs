@@ -38,8 +38,8 @@ macro_rules! metrics {
 }
 
 metrics! {
-    Gauge STEP = "step" => "r3_step", "steps", POSITIVE,
-        "Optimiser steps done.";
+    Gauge STEP = "step" => "r3_step", "batches", POSITIVE,
+        "Batches trained on; each is train.mini_steps optimiser steps.";
     Gauge POLICY_VERSION = "policy_version" => "r3_policy_version", "steps", POSITIVE,
         "Optimiser steps inside the weights the engine samples with next.";
 

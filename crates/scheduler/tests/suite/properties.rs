@@ -1,6 +1,8 @@
 //! Random programs: submissions with shared prefixes, groups, ticks, aborts, flushes, under every kind of pressure.
 
-use proptest::prelude::*;
+use proptest::prelude::{
+    Just, ProptestConfig, Strategy, any, prop, prop_assert, prop_assert_eq, prop_oneof, proptest,
+};
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
 use r3_core::ids::SequenceId;
