@@ -75,7 +75,7 @@ pub fn advantages(rewards: &[Option<f64>], normalise_std: bool) -> GroupAdvantag
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
+    use proptest::prelude::{any, prop, prop_assert, prop_assert_eq, proptest};
 
     use super::*;
 

@@ -261,7 +261,7 @@ fn weigh<'a>(samples: &[Sample<'a>], objective: &Objective) -> (Signal, Vec<Sequ
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
+    use proptest::prelude::{Just, Strategy, prop, prop_assert_eq, proptest};
     use r3_recipe::learning::{Dapo, Grpo, Overlong};
 
     use super::*;
