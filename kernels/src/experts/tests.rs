@@ -279,6 +279,29 @@ fn an_expert_nobody_chose_has_no_gradient_and_refused_shapes_are_errors() {
 }
 
 #[test]
+fn answers_are_added_in_router_order_and_not_in_expert_order() {
+    let alike = ExpertDims { n_experts: 3, width: 1, inter: 1 };
+    let layer = Layer {
+        x: vec![1.0],
+        scores: vec![1.0, 0.0, 2.0],
+        gate_up: vec![2.0; 6],
+        down: vec![3.0; 3],
+        ..Layer::new(1, 3, alike)
+    };
+    assert_eq!(layer.choice().ids(), [2, 0, 1]);
+    let sum_of = |gates: [f32; 3]| {
+        let layer = Layer { gates: gates.to_vec(), ..layer.clone() };
+        layer.forward(&layer.packed(Dtype::F32), &mut ExpertScratch::default())[0]
+    };
+    // A power of two scales exactly and next to 2^30 a 1 is lost, so the sum tells which two gates met first.
+    let big = (1_u32 << 30) as f32;
+    let answer = sum_of([1.0, 0.0, 0.0]);
+    assert!(answer > 10.0);
+    assert_eq!(sum_of([big, -big, 1.0]), answer);
+    assert_eq!([sum_of([1.0, big, -big]), sum_of([big, 1.0, -big])], [0.0, 0.0]);
+}
+
+#[test]
 fn repacking_replaces_every_expert() {
     let layer = busy_layer();
     let mut experts = Layer { gate_up: layer.down.repeat(2), ..layer.clone() }.packed(Dtype::Bf16);
