@@ -56,6 +56,28 @@ fn a_kv_memory_too_small_for_a_block_or_a_sequence() {
 }
 
 #[test]
+fn memory_that_the_machine_does_not_have() {
+    let directory = Directory::with_model();
+    // What is available is this machine's, and changes.
+    let refused = |command: &str, memory: &str| {
+        let said = directory.refused(&[command, "recipe.yaml", "--set", memory]);
+        said.split(", but ").next().unwrap_or_default().to_owned()
+    };
+    assert_snapshot!(refused("run", "engine.kv_memory=100TiB"), @r"
+    exit 3
+    error: the KV cache needs 109951162777600 bytes of memory
+    ");
+    assert_snapshot!(refused("eval", "engine.kv_memory=100TiB"), @r"
+    exit 3
+    error: the KV cache needs 109951162777600 bytes of memory
+    ");
+    assert_snapshot!(refused("run", "ring.bytes=100TiB"), @r"
+    exit 3
+    error: the ring needs 109951162781696 bytes of memory
+    ");
+}
+
+#[test]
 fn a_sequence_longer_than_the_model_can_place() {
     let directory = Directory::with_model();
     assert_snapshot!(directory.refused(&["run", "recipe.yaml", "--set", "rollout.max_new_tokens=61"]), @r"

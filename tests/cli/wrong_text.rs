@@ -210,6 +210,26 @@ fn a_run_is_in_the_way() {
 }
 
 #[test]
+fn a_run_is_only_discarded_for_one_that_can_start() {
+    let directory = Directory::with_model();
+    directory.done(&["run", "recipe.yaml"]);
+    directory.write("run/notes.txt", "mine");
+    let again = |set: &str| directory.refused(&["run", "recipe.yaml", "--overwrite", "--set", set]);
+    assert_snapshot!(again("model.path=run/step-000002"), @r"
+    exit 2
+    error: run starts from run/step-000002, which --overwrite would remove
+
+    hint: write to another directory with --set run.out=DIR
+    ");
+    again("model.path=nowhere");
+    again("ring.bytes=1KiB");
+    assert!(directory.path("run/step-000002/trainer_state.json").exists());
+    directory.done(&["run", "recipe.yaml", "--overwrite", "--set", "run.steps=1"]);
+    assert!(!directory.path("run/step-000002").exists());
+    assert!(directory.path("run/notes.txt").exists(), "only what a run wrote is removed");
+}
+
+#[test]
 fn a_resumed_run_is_the_same_run() {
     let directory = Directory::with_model();
     directory.done(&["run", "recipe.yaml"]);

@@ -33,10 +33,14 @@ pub enum RunError {
     Telemetry(#[from] TelemetryError),
     #[error("the ring holds {ring_bytes} bytes, but the rollouts of one step may need {needed_bytes}")]
     RingTooSmall { ring_bytes: u64, needed_bytes: u64 },
+    #[error("the KV cache needs {kv_bytes} bytes of memory, but {available_bytes} are available")]
+    KvTooLarge { kv_bytes: u64, available_bytes: u64 },
     #[error("{} holds the checkpoints of an earlier run", path.display())]
     OutTaken { path: PathBuf },
     #[error("{} holds weights already", path.display())]
     WeightsThere { path: PathBuf },
+    #[error("{} starts from {}, which --overwrite would remove", path.display(), model.display())]
+    ModelOverwritten { model: PathBuf, path: PathBuf },
     #[error("{} holds no checkpoint to resume from", path.display())]
     NothingToResume { path: PathBuf },
     #[error("the checkpoint was written with `{key}: {then}`, but the recipe now says {now}")]
@@ -88,12 +92,16 @@ impl RunError {
             Self::Train(error) => error.hint(),
             Self::Telemetry(error) => error.hint(),
             Self::RingTooSmall { needed_bytes, .. } => format!("set `ring.bytes` to at least {needed_bytes}"),
+            Self::KvTooLarge { available_bytes, .. } => {
+                format!("set `engine.kv_memory` below {available_bytes}, or free memory")
+            }
             Self::OutTaken { .. } => {
                 "continue it with --resume, discard it with --overwrite, or choose another \
                  directory with --set run.out=DIR"
                     .into()
             }
             Self::WeightsThere { .. } => "choose another directory, or remove that one first".into(),
+            Self::ModelOverwritten { .. } => "write to another directory with --set run.out=DIR".into(),
             Self::NothingToResume { .. } => "start the run without --resume".into(),
             Self::RecipeChanged { key, then, .. } => {
                 format!(
@@ -127,6 +135,7 @@ impl RunError {
             | Self::RingTooSmall { .. }
             | Self::OutTaken { .. }
             | Self::WeightsThere { .. }
+            | Self::ModelOverwritten { .. }
             | Self::NothingToResume { .. }
             | Self::RecipeChanged { .. }
             | Self::Io { .. }
@@ -138,7 +147,9 @@ impl RunError {
                 _ => ExitClass::Usage,
             },
             Self::Ring(RingError::FrameTooLarge { .. }) => ExitClass::Usage,
-            Self::Ring(_) | Self::Telemetry(_) | Self::Stalled { .. } => ExitClass::Machine,
+            Self::KvTooLarge { .. } | Self::Ring(_) | Self::Telemetry(_) | Self::Stalled { .. } => {
+                ExitClass::Machine
+            }
             Self::Train(error) => match error {
                 TrainError::NonFinite { .. } => ExitClass::Diverged,
                 TrainError::Write { .. } => ExitClass::Machine,

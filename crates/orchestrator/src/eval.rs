@@ -35,7 +35,7 @@ pub fn evaluate(recipe: &Recipe) -> Result<Evaluation, RunError> {
     for problem in problems {
         prompt_tokens = prompt_tokens.max(task.tokenizer.encode(&problem.prompt)?.len());
     }
-    config.check_room(model, prompt_tokens, max_new_tokens)?;
+    setup::check_kv(&config, model, (prompt_tokens, max_new_tokens))?;
 
     let progress = Progress::stderr();
     let mut engine = Engine::new(config, model, &checkpoint, PolicyVersion(0))?;

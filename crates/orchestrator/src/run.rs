@@ -1,6 +1,7 @@
 //! The loop. Read this first.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
@@ -135,6 +136,9 @@ impl<'a> Run<'a> {
         let state = resumed.as_deref().map(|dir| Ok::<_, RunError>((verify(dir)?, RunState::read(dir)?)));
         let state = state.transpose()?;
         let step = state.as_ref().map_or(0, |(trainer, _)| trainer.step);
+        if options.overwrite {
+            discard(out)?; // As late as it can be, since it cannot be undone.
+        }
         fs::create_dir_all(out).map_err(io_at(out))?;
         let telemetry = Telemetry::start(&TelemetryConfig {
             listen: recipe.metrics.listen,
@@ -335,6 +339,24 @@ fn watch_line(out: &Path, metrics: Option<SocketAddr>) -> String {
     }
 }
 
+/// Removes what an earlier run left in `out`, and nothing else.
+fn discard(out: &Path) -> Result<(), RunError> {
+    let entries = match fs::read_dir(out) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        entries => entries.map_err(io_at(out))?,
+    };
+    for entry in entries {
+        let entry = entry.map_err(io_at(out))?;
+        let (path, name) = (entry.path(), entry.file_name());
+        if name.to_string_lossy().starts_with("step-") {
+            fs::remove_dir_all(&path).map_err(io_at(&path))?;
+        } else if name == "metrics.jsonl" || name == "recipe.yaml" {
+            fs::remove_file(&path).map_err(io_at(&path))?;
+        }
+    }
+    Ok(())
+}
+
 /// The checkpoint to continue from; refuses to mix two runs in one directory.
 fn find_resumed(
     recipe: &Recipe,
@@ -349,10 +371,12 @@ fn find_resumed(
             Ok(Some(dir))
         }
         (None, true) => Err(RunError::NothingToResume { path: out.to_path_buf() }),
-        (Some(_), false) if options.overwrite => {
-            fs::remove_dir_all(out).map_err(io_at(out))?;
-            Ok(None)
-        }
+        (Some(_), false) if options.overwrite => match recipe.model.path.canonicalize() {
+            Ok(model) if out.canonicalize().is_ok_and(|out| model.starts_with(out)) => {
+                Err(RunError::ModelOverwritten { model: recipe.model.path.clone(), path: out.to_path_buf() })
+            }
+            _ => Ok(None),
+        },
         (Some(_), false) => Err(RunError::OutTaken { path: out.to_path_buf() }),
         (None, false) => Ok(None),
     }

@@ -20,6 +20,7 @@ use r3_recipe::recipe::Recipe;
 use r3_recipe::rollout::ReplayMode;
 use r3_recipe::task::{Reward as RewardName, Task};
 use r3_ring::frame::max_frame_bytes;
+use r3_ring::room::available_bytes;
 use r3_tasks::arithmetic::{self, ArithmeticTask};
 use r3_tasks::dataset::Dataset;
 use r3_tasks::jsonl::{self, HeldOut, Keys};
@@ -163,7 +164,7 @@ pub fn check_sizes(recipe: &Recipe, model: &ModelConfig, task: &TaskParts) -> Re
     let max_new_tokens = recipe.rollout.max_new_tokens.max(recipe.eval.max_new_tokens.unwrap_or(0));
     let capture = routes_use(recipe) != RoutesUse::None;
     let config = EngineConfig::from_recipe(&recipe.engine, recipe.rollout.dtype, capture);
-    config.check_room(model, prompt_tokens, max_new_tokens)?;
+    check_kv(&config, model, (prompt_tokens, max_new_tokens))?;
 
     let dims: Option<RouteDims> = capture.then(|| model.route_dims());
     let frame_bytes = max_frame_bytes(prompt_tokens + recipe.rollout.max_new_tokens, dims);
@@ -172,6 +173,23 @@ pub fn check_sizes(recipe: &Recipe, model: &ModelConfig, task: &TaskParts) -> Re
     let needed_bytes = (frame_bytes + RECORD_OVERHEAD).saturating_mul(n_frames + 1) as u64;
     if recipe.ring.bytes.0 < needed_bytes {
         return Err(RunError::RingTooSmall { ring_bytes: recipe.ring.bytes.0, needed_bytes });
+    }
+    Ok(())
+}
+
+/// Refuses a KV cache that cannot hold one prompt with its completion, and one that the machine cannot hold.
+///
+/// # Errors
+/// With the numbers that do not fit.
+pub fn check_kv(
+    config: &EngineConfig,
+    model: &ModelConfig,
+    (prompt_tokens, max_new_tokens): (usize, usize),
+) -> Result<(), RunError> {
+    config.check_room(model, prompt_tokens, max_new_tokens)?;
+    let (kv_bytes, available_bytes) = (config.kv_bytes, available_bytes());
+    if kv_bytes > available_bytes {
+        return Err(RunError::KvTooLarge { kv_bytes, available_bytes });
     }
     Ok(())
 }
