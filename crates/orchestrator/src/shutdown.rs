@@ -35,9 +35,7 @@ impl Shutdown {
                     if requested.requested.swap(true, Ordering::Relaxed) {
                         std::process::exit(130);
                     }
-                    tracing::warn!(
-                        "finishing the step, then saving; once more ends at once and loses the step"
-                    );
+                    tracing::warn!("finishing the step; once more ends at once and loses it");
                 }
             });
         })?;
