@@ -120,12 +120,20 @@ fn write_shards(dir: &Path, shards: Vec<Vec<(String, Piece<'_>)>>) -> Result<(),
                 other => std::io::Error::other(other),
             },
         })?;
+        share_like_config(dir, &path)?;
     }
     if n_shards > 1 {
         let index = json!({ "metadata": { "total_size": total_bytes }, "weight_map": weight_map });
         write_json(&dir.join("model.safetensors.index.json"), &index)?;
     }
     Ok(())
+}
+
+/// safetensors writes files that only their owner can read; whoever may read `config.json` may read the weights too.
+fn share_like_config(dir: &Path, path: &Path) -> Result<(), ModelError> {
+    fs::metadata(dir.join("config.json"))
+        .and_then(|config| fs::set_permissions(path, config.permissions()))
+        .map_err(|source| ModelError::Write { path: path.to_path_buf(), source })
 }
 
 /// Keeps the last fused tensor, so that its pieces are cut from one read.
@@ -173,5 +181,51 @@ impl View for Piece<'_> {
             Dtype::Bf16 => 2,
         };
         self.shape.iter().product::<usize>() * value_bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::Checkpoint;
+    use crate::init::FreshWeights;
+
+    fn config() -> ModelConfig {
+        let raw = json!({
+            "model_type": "qwen3_moe", "vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 12,
+            "moe_intermediate_size": 6, "num_experts": 3, "num_experts_per_tok": 2, "mlp_only_layers": [0],
+            "attention_bias": true, "some_future_key": [1, 2]
+        });
+        ModelConfig::parse(raw.as_object().unwrap().clone(), Path::new("config.json")).unwrap()
+    }
+
+    #[test]
+    fn what_is_written_reads_back_to_the_bit() {
+        let (config, dir) = (config(), tempfile::tempdir().unwrap());
+        let fresh = FreshWeights::new(&config, 3);
+        let (mut written, mut found) = (Vec::new(), Vec::new());
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            write_weights(dir.path(), &config, &fresh, dtype).unwrap();
+            let read = Checkpoint::open(dir.path()).unwrap();
+            for (name, _) in canonical_tensors(&config) {
+                fresh.read(&name, &mut written).unwrap();
+                if dtype == Dtype::Bf16 {
+                    written.iter_mut().for_each(|value| *value = half::bf16::from_f32(*value).to_f32());
+                }
+                read.read(&name, &mut found).unwrap();
+                assert_eq!(written, found, "{name} as {dtype}");
+            }
+            assert_eq!(read.config().raw["some_future_key"], json!([1, 2]));
+        }
+    }
+
+    #[test]
+    fn the_weights_are_as_readable_as_the_config() {
+        use std::os::unix::fs::PermissionsExt;
+        let (config, dir) = (config(), tempfile::tempdir().unwrap());
+        write_weights(dir.path(), &config, &FreshWeights::new(&config, 3), Dtype::F32).unwrap();
+        let mode = |name: &str| fs::metadata(dir.path().join(name)).unwrap().permissions().mode();
+        assert_eq!(mode("model.safetensors"), mode("config.json"));
     }
 }
