@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use rayon::prelude::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator, ParallelSliceMut};
 
-/// Multiply-adds worth a task of its own: about 5 us on one core.
+/// Multiply-adds worth a task of its own: 2 us on a core with AVX-512, 10 us on an old one.
 pub(crate) const MIN_TASK_WORK: usize = 1 << 18;
 
 /// Tasks handed out per thread, so that uneven ones even out.
