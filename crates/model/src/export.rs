@@ -2,11 +2,12 @@
 
 use std::borrow::Cow;
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::Path;
 
 use r3_kernels::gemm::Dtype;
+use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype as StoredDtype, View, serialize_to_file};
 use serde_json::{Value, json};
 
@@ -67,13 +68,17 @@ pub fn write_weights(
     write_shards(dir, shards)
 }
 
-/// Copies tokenizer and generation files from `from` to `to`, where they exist.
+/// Copies tokenizer and generation files to `to`, where they exist: those of directory `from`, or, if that is a
+/// `tokenizer.json` of any name, it and those beside it.
 ///
 /// # Errors
 /// If a file exists but cannot be copied.
 pub fn copy_companions(from: &Path, to: &Path) -> Result<(), ModelError> {
+    let is_file = from.is_file();
+    let dir = if is_file { from.parent().unwrap_or(Path::new("")) } else { from };
     for name in COMPANIONS {
-        let (source, target) = (from.join(name), to.join(name));
+        let source = if is_file && name == "tokenizer.json" { from.to_path_buf() } else { dir.join(name) };
+        let target = to.join(name);
         if source.exists() {
             fs::copy(&source, &target)
                 .map_err(|source| ModelError::Write { path: target.clone(), source })?;
@@ -113,14 +118,7 @@ fn write_shards(dir: &Path, shards: Vec<Vec<(String, Piece<'_>)>>) -> Result<(),
         }
         let path = dir.join(&file);
         let metadata = [("format".to_owned(), "pt".to_owned())].into();
-        serialize_to_file(shard, Some(metadata), &path).map_err(|error| ModelError::Write {
-            path: path.clone(),
-            source: match error {
-                safetensors::SafeTensorError::IoError(source) => source,
-                other => std::io::Error::other(other),
-            },
-        })?;
-        share_like_config(dir, &path)?;
+        write_safetensors(&path, shard, Some(metadata))?;
     }
     if n_shards > 1 {
         let index = json!({ "metadata": { "total_size": total_bytes }, "weight_map": weight_map });
@@ -129,11 +127,22 @@ fn write_shards(dir: &Path, shards: Vec<Vec<(String, Piece<'_>)>>) -> Result<(),
     Ok(())
 }
 
-/// safetensors writes files that only their owner can read; whoever may read `config.json` may read the weights too.
-fn share_like_config(dir: &Path, path: &Path) -> Result<(), ModelError> {
-    fs::metadata(dir.join("config.json"))
-        .and_then(|config| fs::set_permissions(path, config.permissions()))
-        .map_err(|source| ModelError::Write { path: path.to_path_buf(), source })
+/// Writes one safetensors file, as readable as any file of this process: left alone, safetensors makes it its owner's.
+///
+/// # Errors
+/// If the file cannot be written.
+pub fn write_safetensors<V: View>(
+    path: &Path,
+    tensors: impl IntoIterator<Item = (String, V)>,
+    metadata: Option<HashMap<String, String>>,
+) -> Result<(), ModelError> {
+    let failed = |source| ModelError::Write { path: path.to_path_buf(), source };
+    let created = fs::File::create(path).and_then(|file| file.metadata()).map_err(failed)?;
+    serialize_to_file(tensors, metadata, path).map_err(|error| match error {
+        SafeTensorError::IoError(source) => failed(source),
+        other => failed(std::io::Error::other(other)),
+    })?;
+    fs::set_permissions(path, created.permissions()).map_err(failed)
 }
 
 /// Keeps the last fused tensor, so that its pieces are cut from one read.

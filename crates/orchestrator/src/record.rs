@@ -13,11 +13,15 @@ use crate::worker::{Evaluation, SampleStats};
 pub struct Timings {
     /// From the first prompt to the last frame.
     pub sample_s: f64,
-    /// Forward, backward and optimiser.
+    /// Of the trainer's time, the forwards that only compare it with the rollout.
+    pub measure_s: f64,
+    /// All of the trainer's time.
     pub train_s: f64,
     /// Refit and audit.
     pub refit_s: f64,
-    /// The whole step.
+    /// Writing the newest checkpoint; 0 before the first.
+    pub save_s: f64,
+    /// The whole step, without evaluation and checkpoint.
     pub step_s: f64,
 }
 
@@ -117,7 +121,9 @@ impl StepReport<'_> {
         let Self { sampled, timings, .. } = self;
         record.set(metrics::TIMING_GEN, timings.sample_s);
         record.set(metrics::TIMING_REWARD, sampled.reward_s);
+        record.set(metrics::TIMING_OLD_LOG_PROB, timings.measure_s);
         record.set(metrics::TIMING_UPDATE_ACTOR, timings.train_s);
+        record.set(metrics::TIMING_SAVE, timings.save_s);
         record.set(metrics::TIMING_UPDATE_WEIGHTS, timings.refit_s);
         record.set(metrics::TIMING_STEP, timings.step_s);
         record.set(

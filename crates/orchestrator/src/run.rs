@@ -109,6 +109,8 @@ struct Run<'a> {
     /// Steps done: batches trained on.
     step: u64,
     saved_step: Option<u64>,
+    /// Seconds the newest checkpoint took to write.
+    save_s: f64,
     prompts: Prompts,
     worker: WorkerHandle,
     buffer: GroupBuffer,
@@ -178,6 +180,7 @@ impl<'a> Run<'a> {
             began,
             step,
             saved_step: resumed.is_some().then_some(step),
+            save_s: 0.0,
             prompts,
             worker,
             buffer: GroupBuffer::new(reader),
@@ -224,9 +227,17 @@ impl<'a> Run<'a> {
         let frames = self.buffer.frames()?;
         let groups = groups(&frames, version, recipe.train.max_staleness)?;
         let batch = Batch::pack(&groups, &recipe.algorithm, setup::limits(recipe))?;
-        let stats = self.trainer.step(&batch)?;
+        let bar = self.telemetry.progress().bar(BarKind::Train, batch.n_passes() as u64);
+        let mut measured = start;
+        let stats = self.trainer.step(&batch, &mut |pass| {
+            bar.add(pass.n_inputs as u64, 1);
+            if !pass.learned {
+                measured = Instant::now();
+            }
+        })?;
         drop((batch, groups, frames));
         self.buffer.release();
+        let measure_s = measured.duration_since(start).as_secs_f64();
         let train_s = start.elapsed().as_secs_f64();
 
         let start = Instant::now();
@@ -246,7 +257,14 @@ impl<'a> Run<'a> {
             step: self.step,
             stats: &stats,
             sampled: &sampled.stats,
-            timings: Timings { sample_s: sampled.seconds, train_s, refit_s, step_s },
+            timings: Timings {
+                sample_s: sampled.seconds,
+                measure_s,
+                train_s,
+                refit_s,
+                save_s: self.save_s,
+                step_s,
+            },
             routes: setup::routes_use(recipe),
             ring_used_bytes,
         };
@@ -304,15 +322,14 @@ impl<'a> Run<'a> {
         if self.saved_step == Some(self.step) {
             return Ok(());
         }
+        let start = Instant::now();
         let state = RunState::new(self.recipe, self.prompts.cursor());
-        let (trainer, tokenizer_dir) = (&self.trainer, self.recipe.model.tokenizer_path());
+        let (trainer, tokenizer_path) = (&self.trainer, self.recipe.model.tokenizer_path());
         let policy = trainer.policy();
         self.checkpoints.save(trainer.position(self.step), trainer.checkpoint_bytes(), |dir| {
             write_weights(dir, policy.config(), policy, Dtype::F32)?;
             copy_companions(&self.recipe.model.path, dir)?;
-            if tokenizer_dir.is_dir() {
-                copy_companions(tokenizer_dir, dir)?;
-            }
+            copy_companions(tokenizer_path, dir)?;
             trainer.write_optimiser(dir)?;
             state.write(dir).map_err(|source| r3_train::error::TrainError::Write {
                 path: dir.to_path_buf(),
@@ -321,6 +338,7 @@ impl<'a> Run<'a> {
             })
         })?;
         self.saved_step = Some(self.step);
+        self.save_s = start.elapsed().as_secs_f64();
         Ok(())
     }
 

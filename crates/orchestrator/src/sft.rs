@@ -165,9 +165,7 @@ fn write(out: &Path, model_dir: &Path, tokenizer_path: &Path, policy: &Policy) -
     fs::create_dir_all(&staged).map_err(io_at(&staged))?;
     fs::create_dir_all(out).map_err(io_at(out))?;
     copy_companions(model_dir, &staged)?;
-    if tokenizer_path.is_dir() {
-        copy_companions(tokenizer_path, &staged)?;
-    }
+    copy_companions(tokenizer_path, &staged)?;
     write_weights(&staged, policy.config(), policy, Dtype::Bf16)?;
     for entry in fs::read_dir(&staged).map_err(io_at(&staged))? {
         let entry = entry.map_err(io_at(&staged))?;

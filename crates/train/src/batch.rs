@@ -145,6 +145,14 @@ impl<'a> Batch<'a> {
         &self.mini_steps
     }
 
+    /// Forwards that [`Trainer::step`](crate::trainer::Trainer::step) makes: each micro-batch learns once, and those of
+    /// all but the first mini-step are measured before.
+    #[must_use]
+    pub fn n_passes(&self) -> usize {
+        let counts = self.mini_steps.iter().map(|mini| mini.micro_batches.len());
+        counts.clone().sum::<usize>() + counts.skip(1).sum::<usize>()
+    }
+
     /// What the trainer does with the routes.
     #[must_use]
     pub fn routes(&self) -> RoutesUse {

@@ -5,8 +5,9 @@ use std::fs;
 use std::path::Path;
 
 use candle_core::Var;
-use safetensors::tensor::{Dtype, View, serialize_to_file};
-use safetensors::{SafeTensorError, SafeTensors};
+use r3_model::export::write_safetensors;
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, View};
 
 use crate::error::{Damage, TrainError};
 use crate::optimiser::Moments;
@@ -25,14 +26,10 @@ pub fn bytes(moments: &[Moments]) -> u64 {
 /// # Errors
 /// If the file cannot be written.
 pub fn write(dir: &Path, vars: &[(String, Var)], moments: &[Moments]) -> Result<(), TrainError> {
-    let path = dir.join(FILE);
     let tensors = vars.iter().zip(moments).flat_map(|((name, _), one)| {
         [(format!("m.{name}"), FlatF32::new(&one.m)), (format!("v.{name}"), FlatF32::new(&one.v))]
     });
-    serialize_to_file(tensors, None, &path).map_err(|error| match error {
-        SafeTensorError::IoError(source) => TrainError::Write { path, needed_bytes: bytes(moments), source },
-        other => TrainError::Damaged { path, source: other.into() },
-    })
+    Ok(write_safetensors(&dir.join(FILE), tensors, None)?)
 }
 
 /// Reads the moments of `vars` from `dir`, in the order of `vars`.

@@ -74,6 +74,15 @@ pub struct ActorStats {
     pub lr: f64,
 }
 
+/// One micro-batch is done: what [`Trainer::step`] tells whoever watches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PassDone {
+    /// Tokens it fed to the model.
+    pub n_inputs: usize,
+    /// Whether it added to the gradient; if not, it only measured the mismatch, and comes before all that do.
+    pub learned: bool,
+}
+
 impl Trainer {
     /// A trainer that has made no step. `temperature` is the rollout's: logprobs are of the distribution
     /// sampled from.
@@ -141,25 +150,32 @@ impl Trainer {
     /// forward of their own first. That costs `(mini_steps - 1) / mini_steps` of a forward and nothing with
     /// one mini-step.
     ///
+    /// `progress` hears of every micro-batch, [`Batch::n_passes`] times.
+    ///
     /// # Errors
     /// [`TrainError::NonFinite`] names the logprob, loss or gradient that is not finite. The update it would
     /// have gone into is not made, so weights are those of the last whole optimiser step.
-    pub fn step(&mut self, batch: &Batch<'_>) -> Result<StepStats, TrainError> {
+    pub fn step(
+        &mut self,
+        batch: &Batch<'_>,
+        progress: &mut dyn FnMut(PassDone),
+    ) -> Result<StepStats, TrainError> {
         self.check_routes(batch)?;
         let _span = tracing::info_span!("step", version = self.version().0).entered();
         let (staleness_mean, staleness_max) = batch.staleness(self.version());
-        let mut measured = Measured::new(batch, &self.learner.policy);
+        let measured = Measured::new(batch, &self.learner.policy);
+        let mut account = Account { measured, actor: ActorSums::default(), progress };
         for mini in batch.mini_steps().iter().skip(1) {
             for sequences in &mini.micro_batches {
                 let pass = self.forward(batch, sequences.clone(), true)?;
-                measured.add(&self.micro, &pass, &self.native);
+                account.measured.add(&self.micro, &pass, &self.native);
+                (account.progress)(PassDone { n_inputs: self.micro.n_inputs(), learned: false });
             }
         }
-        let mut actor = ActorSums::default();
         for (index, mini) in batch.mini_steps().iter().enumerate() {
-            let measured = (index == 0).then_some(&mut measured);
-            self.mini_step(batch, mini, &mut actor, measured)?;
+            self.mini_step(batch, mini, &mut account, index == 0)?;
         }
+        let Account { measured, actor, .. } = account;
         let (mismatch, load) = measured.finish();
         Ok(StepStats {
             version: self.version(),
@@ -178,16 +194,16 @@ impl Trainer {
         &mut self,
         batch: &Batch<'_>,
         mini: &MiniStep,
-        actor: &mut ActorSums,
-        mut measured: Option<&mut Measured>,
+        account: &mut Account<'_>,
+        measure: bool,
     ) -> Result<(), TrainError> {
         self.learner.start_step();
         for sequences in &mini.micro_batches {
-            let pass = self.forward(batch, sequences.clone(), measured.is_some())?;
-            if let Some(measured) = &mut measured {
-                measured.add(&self.micro, &pass, &self.native);
+            let pass = self.forward(batch, sequences.clone(), measure)?;
+            if measure {
+                account.measured.add(&self.micro, &pass, &self.native);
             }
-            actor.add_tokens(&self.micro, &pass, &self.objective);
+            account.actor.add_tokens(&self.micro, &pass, &self.objective);
             let inputs = LossInputs::new(&self.micro, &Device::Cpu)?;
             let tokens = TokenBatch {
                 policy_logprobs: &pass.output.logprobs,
@@ -200,9 +216,10 @@ impl Trainer {
                 Aggregation::TokenMean => dapo(&tokens, self.objective.clip, mini.n_trained as f64)?,
                 Aggregation::SequenceMean => grpo(&tokens, self.objective.clip, mini.n_sequences as f64)?,
             };
-            actor.loss += self.learner.add_gradient(&loss)?;
+            account.actor.loss += self.learner.add_gradient(&loss)?;
+            (account.progress)(PassDone { n_inputs: self.micro.n_inputs(), learned: true });
         }
-        actor.add_update(self.learner.update()?);
+        account.actor.add_update(self.learner.update()?);
         Ok(())
     }
 
@@ -245,6 +262,13 @@ impl Trainer {
             _ => Ok(()),
         }
     }
+}
+
+/// What a step adds up, and who watches it.
+struct Account<'a> {
+    measured: Measured,
+    actor: ActorSums,
+    progress: &'a mut dyn FnMut(PassDone),
 }
 
 /// One forward: differentiable, and as plain numbers.

@@ -34,7 +34,14 @@ fn rollouts() -> Vec<OwnedRollout> {
 fn step(trainer: &mut Trainer, rollouts: &[OwnedRollout], limits: Limits) -> Result<StepStats, TrainError> {
     // Only overlong punishment and scale of advantages depend on the algorithm that packs.
     let algorithm = Algorithm::Dapo(Dapo::default());
-    with_groups(rollouts, |groups| trainer.step(&Batch::pack(groups, &algorithm, limits)?))
+    with_groups(rollouts, |groups| {
+        let batch = Batch::pack(groups, &algorithm, limits)?;
+        let mut passes = Vec::new();
+        let stats = trainer.step(&batch, &mut |pass| passes.push(pass))?;
+        assert_eq!(passes.len(), batch.n_passes(), "every micro-batch is reported");
+        assert!(passes.is_sorted_by_key(|pass| pass.learned), "measuring comes first");
+        Ok(stats)
+    })
 }
 
 fn flat(vars: &[(String, Var)]) -> Vec<f32> {
