@@ -10,6 +10,7 @@ use r3_engine::config::EngineConfig;
 use r3_engine::engine::Engine;
 use r3_kernels::gemm::Dtype;
 use r3_model::autograd::Policy;
+use r3_model::checkpoint::Checkpoint;
 use r3_model::config::ModelConfig;
 use r3_model::export::{copy_companions, write_weights};
 use r3_model::init::FreshWeights;
@@ -66,7 +67,7 @@ pub fn sft(recipe: &SftRecipe, overwrite: bool, shutdown: &Shutdown) -> Result<S
         let mut trainer = SftTrainer::new(policy, &recipe.sft, MICRO_BATCH_TOKENS);
         let loss = train(recipe, &task, &mut trainer, (&progress, shutdown))?;
         write(out, model_dir, tokenizer_path, trainer.policy())?;
-        let eval_after = evaluate(recipe, &task, trainer.policy(), &progress)?;
+        let eval_after = evaluate(recipe, &task, &progress)?;
         Ok(SftOutcome { steps: recipe.sft.steps, seconds: began.elapsed().as_secs_f64(), loss, eval_after })
     })
 }
@@ -174,19 +175,15 @@ fn write(out: &Path, model_dir: &Path, tokenizer_path: &Path, policy: &Policy) -
     fs::remove_dir(&staged).map_err(io_at(&staged))
 }
 
-/// Greedy accuracy in bf16: that of the weights as they were written.
-fn evaluate(
-    recipe: &SftRecipe,
-    task: &TaskParts,
-    policy: &Policy,
-    progress: &Progress,
-) -> Result<Option<f64>, RunError> {
+/// Greedy accuracy, in bf16, of the weights that were written.
+fn evaluate(recipe: &SftRecipe, task: &TaskParts, progress: &Progress) -> Result<Option<f64>, RunError> {
     let n_problems = recipe.sft.eval_problems.min(task.dataset.held_out.len());
     if n_problems == 0 {
         return Ok(None);
     }
     let config = EngineConfig::from_recipe(&EngineSection::default(), RecipeDtype::Bf16, false);
-    let mut engine = Engine::new(config, policy.config(), policy, PolicyVersion(0))?;
+    let written = Checkpoint::open(&recipe.run.out)?;
+    let mut engine = Engine::new(config, written.config(), &written, PolicyVersion(0))?;
     let stop_tokens: Arc<[TokenId]> = task.tokenizer.stop_tokens().into();
     let held = Held {
         problems: &task.dataset.held_out[..n_problems],
