@@ -36,7 +36,7 @@ pub fn compare(recipe: &Recipe, options: &RunOptions) -> Result<Compared, RunErr
     let on = side("on", ReplayMode::R3)?;
     let off = side("off", ReplayMode::Off)?;
     let comparison = Comparison { on: on.summary, off: off.summary };
-    let title = format!("Replay on and off, seed {}", recipe.run.seed);
+    let title = format!("Seed {}", recipe.run.seed);
     let page = html(Runs { title: &title, on: &on.records, off: &off.records }, &comparison);
     let report = recipe.run.out.join("report.html");
     fs::write(&report, page).map_err(io_at(&report))?;
