@@ -77,32 +77,27 @@ impl ModelConfig {
 
     /// Checks the keys of `raw`; `path` is only for messages.
     ///
+    /// The model's type and sizes have to be there. Any other missing key means what it means to `transformers`.
+    ///
     /// # Errors
     /// As [`Self::load`].
     pub fn parse(raw: Map<String, Value>, path: &Path) -> Result<Self, ModelError> {
         let keys = Keys { raw: &raw, path };
-        let model_type = keys.raw.get("model_type").and_then(Value::as_str).unwrap_or("(missing)");
-        if model_type != "qwen3_moe" {
-            return Err(ModelError::ModelType { path: path.to_path_buf(), model_type: model_type.into() });
-        }
+        keys.check_model_type()?;
         keys.refuse_unsupported()?;
         let n_layers = keys.count("num_hidden_layers", None)?;
         let hidden_size = keys.count("hidden_size", None)?;
         let n_heads = keys.count("num_attention_heads", None)?;
-        let n_experts = match keys.optional_count("num_experts")? {
-            Some(n_experts) => n_experts,
-            None => keys.count("num_local_experts", None)?,
-        };
         let config = Self {
             vocab_size: keys.count("vocab_size", None)?,
             hidden_size,
             n_layers,
             n_heads,
-            n_kv_heads: keys.count("num_key_value_heads", Some(n_heads))?,
+            n_kv_heads: keys.count("num_key_value_heads", Some(4))?,
             head_dim: keys.count("head_dim", Some(hidden_size / n_heads))?,
-            dense_inter: keys.count("intermediate_size", Some(4 * hidden_size))?,
+            dense_inter: keys.count("intermediate_size", Some(6144))?,
             moe_inter: keys.count("moe_intermediate_size", None)?,
-            n_experts,
+            n_experts: keys.n_experts()?,
             top_k: keys.count("num_experts_per_tok", None)?,
             norm_topk_prob: keys.flag("norm_topk_prob")?,
             attention_bias: keys.flag("attention_bias")?,
@@ -130,7 +125,7 @@ impl ModelConfig {
             return Err(keys.refuse("num_experts_per_tok", format!("at most the {} experts", self.n_experts)));
         }
         if self.n_experts > usize::from(u16::MAX) + 1 {
-            return Err(keys.refuse("num_experts", "at most 65536 experts".into()));
+            return Err(keys.refuse(keys.experts_key(), "at most 65536 experts".into()));
         }
         if !self.is_moe.contains(&true) {
             return Err(keys.refuse("mlp_only_layers", "at least one MoE layer to route".into()));
@@ -192,6 +187,31 @@ impl Keys<'_> {
         ModelError::Config { path: self.path.to_path_buf(), key, found, needed }
     }
 
+    fn check_model_type(&self) -> Result<(), ModelError> {
+        let model_type = match self.raw.get("model_type") {
+            Some(Value::String(model_type)) if model_type == "qwen3_moe" => return Ok(()),
+            Some(Value::String(model_type)) => model_type.clone(),
+            Some(other) => other.to_string(),
+            None => "(missing)".into(),
+        };
+        Err(ModelError::ModelType { path: self.path.to_path_buf(), model_type })
+    }
+
+    /// What this file calls its number of experts: `num_experts` (transformers 4) or `num_local_experts` (5).
+    fn experts_key(&self) -> &'static str {
+        if self.raw.contains_key("num_experts") { "num_experts" } else { "num_local_experts" }
+    }
+
+    fn n_experts(&self) -> Result<usize, ModelError> {
+        let n_experts = self.count(self.experts_key(), None)?;
+        match self.optional_count("num_local_experts")? {
+            Some(other) if other != n_experts => {
+                Err(self.refuse("num_local_experts", format!("the {n_experts} of `num_experts`")))
+            }
+            _ => Ok(n_experts),
+        }
+    }
+
     fn optional_count(&self, key: &'static str) -> Result<Option<usize>, ModelError> {
         match self.raw.get(key) {
             None | Some(Value::Null) => Ok(None),
@@ -203,10 +223,8 @@ impl Keys<'_> {
     }
 
     fn count(&self, key: &'static str, default: Option<usize>) -> Result<usize, ModelError> {
-        match self.optional_count(key)?.or(default) {
-            Some(count) if count > 0 => Ok(count),
-            _ => Err(self.refuse(key, "a whole number above 0".into())),
-        }
+        let count = self.optional_count(key)?.or(default).filter(|count| *count > 0);
+        count.ok_or_else(|| self.refuse(key, "a whole number above 0".into()))
     }
 
     fn number(&self, key: &'static str, default: f64) -> Result<f64, ModelError> {
@@ -229,15 +247,23 @@ impl Keys<'_> {
 
     /// `rope_theta` (transformers 4) or `rope_parameters.rope_theta` (transformers 5).
     fn rope_theta(&self) -> Result<f64, ModelError> {
-        let Some(parameters) = self.raw.get("rope_parameters").filter(|value| !value.is_null()) else {
-            return self.number("rope_theta", 1e6);
+        let theta = self.number("rope_theta", 1e4)?;
+        let parameters = match self.raw.get("rope_parameters") {
+            None | Some(Value::Null) => return Ok(theta),
+            Some(parameters) => parameters,
         };
-        let kind = parameters.get("rope_type").and_then(Value::as_str).unwrap_or("default");
-        let theta = parameters.get("rope_theta").and_then(Value::as_f64);
-        match theta {
-            Some(theta) if kind == "default" && theta > 0.0 => Ok(theta),
-            _ => Err(self.refuse("rope_parameters", "rope_type `default` and a positive rope_theta".into())),
+        let refuse =
+            || self.refuse("rope_parameters", "rope_type `default` and a positive rope_theta".into());
+        let parameters = parameters.as_object().ok_or_else(refuse)?;
+        let is_plain = |(key, value): (&String, &Value)| match key.as_str() {
+            "rope_theta" => value.as_f64().is_some_and(|theta| theta > 0.0),
+            "rope_type" | "type" => value == "default",
+            _ => value.is_null(),
+        };
+        if !parameters.iter().all(is_plain) {
+            return Err(refuse());
         }
+        Ok(parameters.get("rope_theta").and_then(Value::as_f64).unwrap_or(theta))
     }
 
     /// A layer is sparse unless `mlp_only_layers` lists it or `decoder_sparse_step` skips it.
@@ -264,9 +290,170 @@ impl Keys<'_> {
         if is_set("quantization_config") {
             return Err(self.refuse("quantization_config", "weights that are not quantised".into()));
         }
-        match self.raw.get("hidden_act").and_then(Value::as_str) {
-            None | Some("silu") => Ok(()),
-            Some(_) => Err(self.refuse("hidden_act", "`silu`".into())),
+        if self.raw.get("hidden_act").is_some_and(|activation| activation != "silu") {
+            return Err(self.refuse("hidden_act", "`silu`".into()));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::fixtures::{config_with, tiny_json, try_config};
+
+    /// The one key that a refusal names.
+    fn refused(changes: Value) -> (&'static str, String) {
+        match try_config(changes) {
+            Err(ModelError::Config { key, found, .. }) => (key, found),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn both_spellings_of_the_experts_mean_the_same() {
+        let four = config_with(json!({ "num_experts": 5, "num_local_experts": null }));
+        let five = config_with(json!({ "num_experts": null, "num_local_experts": 5 }));
+        assert_eq!((four.n_experts, five.n_experts), (5, 5));
+        assert_eq!(config_with(json!({ "num_experts": 5, "num_local_experts": 5 })).n_experts, 5);
+        let both = refused(json!({ "num_experts": 5, "num_local_experts": 6 }));
+        assert_eq!(both, ("num_local_experts", "6".into()));
+        assert_eq!(refused(json!({ "num_experts": null })), ("num_local_experts", "missing".into()));
+        assert_eq!(refused(json!({ "num_experts": 65_537 })).0, "num_experts");
+        let local = json!({ "num_experts": null, "num_local_experts": 65_537 });
+        assert_eq!(refused(local).0, "num_local_experts");
+    }
+
+    #[test]
+    fn both_spellings_of_theta_mean_the_same() {
+        let theta = |changes| config_with(changes).rope_theta;
+        assert_eq!(theta(json!({ "rope_theta": 5e5 })), 5e5);
+        assert_eq!(theta(json!({ "rope_parameters": { "rope_type": "default", "rope_theta": 5e5 } })), 5e5);
+        assert_eq!(theta(json!({ "rope_parameters": { "type": "default" }, "rope_theta": 5e5 })), 5e5);
+        assert_eq!(theta(json!({ "rope_parameters": { "rope_theta": 7e5 }, "rope_theta": 5e5 })), 7e5);
+        assert_eq!(theta(json!({ "rope_parameters": null })), 1e4);
+    }
+
+    #[test]
+    fn what_is_left_out_is_what_transformers_takes() {
+        let sizes = [
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "moe_intermediate_size",
+            "num_experts",
+            "num_experts_per_tok",
+        ];
+        let mut raw = tiny_json();
+        raw.retain(|key, _| key == "model_type" || sizes.contains(&key.as_str()));
+        for (key, value) in [("num_attention_heads", 8), ("hidden_size", 48)] {
+            raw.insert(key.into(), json!(value));
+        }
+        let config = ModelConfig::parse(raw.clone(), Path::new("config.json")).unwrap();
+        assert_eq!((config.n_kv_heads, config.head_dim, config.dense_inter), (4, 48 / 8, 6144));
+        assert_eq!((config.rope_theta, config.rms_norm_eps, config.initializer_range), (1e4, 1e-6, 0.02));
+        assert_eq!(config.max_positions, 32_768);
+        assert!(!config.norm_topk_prob && !config.attention_bias && !config.tied_head);
+        assert_eq!(config.is_moe, [true; 2]);
+        for key in sizes {
+            let mut raw = raw.clone();
+            raw.remove(key);
+            let error = ModelConfig::parse(raw, Path::new("config.json")).unwrap_err().to_string();
+            let key = if key == "num_experts" { "num_local_experts" } else { key };
+            let needed = "is missing, but r3 needs a whole number above 0";
+            assert_eq!(error, format!("config.json: `{key}` {needed}"));
+        }
+    }
+
+    #[test]
+    fn a_layer_is_dense_if_the_list_or_the_step_says_so() {
+        let is_moe = |list: Value, step: u64| {
+            let layers = json!({ "num_hidden_layers": 4 });
+            let changes = json!({ "mlp_only_layers": list, "decoder_sparse_step": step });
+            let mut raw = layers.as_object().unwrap().clone();
+            raw.extend(changes.as_object().unwrap().clone());
+            config_with(Value::Object(raw))
+        };
+        assert_eq!(is_moe(json!([]), 1).moe_layers(), [0, 1, 2, 3]);
+        assert_eq!(is_moe(json!([0, 2]), 1).moe_layers(), [1, 3]);
+        assert_eq!(is_moe(json!([]), 2).moe_layers(), [1, 3]);
+        let both = is_moe(json!([1]), 2);
+        assert_eq!(both.moe_layers(), [3]);
+        assert_eq!(both.route_dims(), RouteDims { n_layers: 1, top_k: 2, n_experts: 3 });
+    }
+
+    #[test]
+    fn what_cannot_be_captured_or_computed_is_refused_by_key() {
+        for (key, value) in [
+            ("rope_scaling", json!({ "type": "yarn", "factor": 4.0 })),
+            ("rope_parameters", json!({ "rope_type": "yarn", "rope_theta": 1e6 })),
+            ("rope_parameters", json!({ "type": "linear", "factor": 2.0 })),
+            ("rope_parameters", json!({ "rope_theta": 1e6, "partial_rotary_factor": 0.5 })),
+            ("rope_parameters", json!({ "rope_theta": -1.0 })),
+            ("use_sliding_window", json!(true)),
+            ("quantization_config", json!({ "quant_method": "fp8" })),
+            ("hidden_act", json!("gelu")),
+            ("head_dim", json!(3)),
+            ("num_key_value_heads", json!(3)),
+            ("num_experts_per_tok", json!(4)),
+            ("decoder_sparse_step", json!(3)),
+        ] {
+            let named = if key == "decoder_sparse_step" { "mlp_only_layers" } else { key };
+            assert_eq!(refused(json!({ key: value })).0, named, "{value}");
+        }
+        assert_eq!(refused(json!({ "mlp_only_layers": [0, 1] })), ("mlp_only_layers", "[0,1]".into()));
+        assert!(try_config(json!({ "sliding_window": 4096, "rope_scaling": null })).is_ok());
+    }
+
+    #[test]
+    fn a_value_of_the_wrong_type_is_refused_by_key() {
+        for (key, value) in [
+            ("vocab_size", json!("10")),
+            ("hidden_size", json!(8.5)),
+            ("num_hidden_layers", json!(0)),
+            ("num_attention_heads", json!(-2)),
+            ("num_experts", json!([3])),
+            ("norm_topk_prob", json!(1)),
+            ("attention_bias", json!("yes")),
+            ("tie_word_embeddings", json!({})),
+            ("rope_theta", json!("1e6")),
+            ("rope_parameters", json!([1e6])),
+            ("rms_norm_eps", json!(0.0)),
+            ("mlp_only_layers", json!(0)),
+            ("mlp_only_layers", json!(["0"])),
+            ("hidden_act", json!(3)),
+        ] {
+            assert_eq!(refused(json!({ key: value })), (key, value.to_string()));
+        }
+    }
+
+    #[test]
+    fn a_model_of_another_type_is_refused_with_its_type() {
+        for (value, named) in
+            [(json!("qwen3"), "qwen3"), (json!(3), "3"), (json!(["qwen3_moe"]), "[\"qwen3_moe\"]")]
+        {
+            match try_config(json!({ "model_type": value })) {
+                Err(ModelError::ModelType { model_type, .. }) => assert_eq!(model_type, named),
+                other => panic!("{other:?}"),
+            }
+        }
+        let mut raw = tiny_json();
+        raw.remove("model_type");
+        let error = ModelConfig::parse(raw, Path::new("a/config.json")).unwrap_err();
+        assert_eq!(error.to_string(), "a/config.json: model type `(missing)` is not supported");
+    }
+
+    #[test]
+    fn a_config_that_is_no_object_of_json_is_refused_by_path() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(matches!(ModelConfig::load(dir.path()), Err(ModelError::Read { .. })));
+        for text in ["{", "[]", "{\"model_type\": }"] {
+            fs::write(dir.path().join("config.json"), text).unwrap();
+            let Err(ModelError::Json { path, .. }) = ModelConfig::load(dir.path()) else { panic!("{text}") };
+            assert_eq!(path, dir.path().join("config.json"));
         }
     }
 }

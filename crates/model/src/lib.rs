@@ -12,6 +12,8 @@ pub mod config;
 pub mod error;
 pub mod executor;
 pub mod export;
+#[cfg(test)]
+mod fixtures;
 pub mod forward;
 pub mod init;
 pub mod source;
