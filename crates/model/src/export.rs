@@ -42,8 +42,18 @@ pub fn write_weights(
     source: &dyn TensorSource,
     dtype: Dtype,
 ) -> Result<(), ModelError> {
+    write_in_shards(dir, config, source, dtype, SHARD_BYTES)
+}
+
+fn write_in_shards(
+    dir: &Path,
+    config: &ModelConfig,
+    source: &dyn TensorSource,
+    dtype: Dtype,
+    max_shard_bytes: usize,
+) -> Result<(), ModelError> {
     write_config(dir, config, dtype)?;
-    let reader = PieceReader { source, last: RefCell::new((String::new(), Vec::new())) };
+    let reader = PieceReader { source, last: RefCell::default() };
     let mut shards: Vec<Vec<(String, Piece<'_>)>> = vec![Vec::new()];
     let mut shard_bytes = 0;
     for (name, shape) in canonical_tensors(config) {
@@ -52,7 +62,7 @@ pub fn write_weights(
             let len: usize = piece_shape.iter().product();
             let piece = Piece { reader: &reader, name: name.clone(), first, shape: piece_shape, dtype };
             first += len;
-            if shard_bytes > 0 && shard_bytes + piece.data_len() > SHARD_BYTES {
+            if shard_bytes > 0 && shard_bytes + piece.data_len() > max_shard_bytes {
                 shards.push(Vec::new());
                 shard_bytes = 0;
             }
@@ -145,10 +155,13 @@ pub fn write_safetensors<V: View>(
     fs::set_permissions(path, created.permissions()).map_err(failed)
 }
 
-/// Keeps the last fused tensor, so that its pieces are cut from one read.
+/// Keeps the last fused tensors, so that their pieces are cut from one read.
+///
+/// Files are ordered by name, which takes an expert's down projection before its gate and up projections: of a
+/// layer's two tensors, one is kept for each.
 struct PieceReader<'a> {
     source: &'a dyn TensorSource,
-    last: RefCell<(String, Vec<f32>)>,
+    last: RefCell<[(String, Vec<f32>); 2]>,
 }
 
 /// A tensor of the written file: `shape` values of canonical tensor `name` from element `first` on.
@@ -173,7 +186,8 @@ impl View for Piece<'_> {
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        let mut last = self.reader.last.borrow_mut();
+        let mut kept = self.reader.last.borrow_mut();
+        let last = &mut kept[usize::from(self.name.ends_with("down_proj"))];
         if last.0 != self.name {
             self.reader.source.read(&self.name, &mut last.1).expect("every tensor was read once before");
             last.0.clone_from(&self.name);
@@ -197,21 +211,12 @@ impl View for Piece<'_> {
 mod tests {
     use super::*;
     use crate::checkpoint::Checkpoint;
+    use crate::fixtures::mixed_config;
     use crate::init::FreshWeights;
-
-    fn config() -> ModelConfig {
-        let raw = json!({
-            "model_type": "qwen3_moe", "vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 12,
-            "moe_intermediate_size": 6, "num_experts": 3, "num_experts_per_tok": 2, "mlp_only_layers": [0],
-            "attention_bias": true, "some_future_key": [1, 2]
-        });
-        ModelConfig::parse(raw.as_object().unwrap().clone(), Path::new("config.json")).unwrap()
-    }
 
     #[test]
     fn what_is_written_reads_back_to_the_bit() {
-        let (config, dir) = (config(), tempfile::tempdir().unwrap());
+        let (config, dir) = (mixed_config(), tempfile::tempdir().unwrap());
         let fresh = FreshWeights::new(&config, 3);
         let (mut written, mut found) = (Vec::new(), Vec::new());
         for dtype in [Dtype::F32, Dtype::Bf16] {
@@ -230,9 +235,52 @@ mod tests {
     }
 
     #[test]
+    fn shards_read_back_as_the_single_file_does() {
+        let config = mixed_config();
+        let fresh = FreshWeights::new(&config, 3);
+        let (single, sharded) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        write_weights(single.path(), &config, &fresh, Dtype::Bf16).unwrap();
+        write_in_shards(sharded.path(), &config, &fresh, Dtype::Bf16, 500).unwrap();
+        let n_files = |dir: &Path| fs::read_dir(dir).unwrap().count();
+        assert_eq!(n_files(single.path()), 2);
+        assert!(n_files(sharded.path()) > 4);
+        let [single, sharded] = [&single, &sharded].map(|dir| Checkpoint::open(dir.path()).unwrap());
+        assert_eq!(single.bytes(), sharded.bytes());
+        let (mut expected, mut found) = (Vec::new(), Vec::new());
+        for (name, _) in canonical_tensors(&config) {
+            single.read(&name, &mut expected).unwrap();
+            sharded.read(&name, &mut found).unwrap();
+            assert_eq!(found, expected, "{name}");
+        }
+    }
+
+    /// Counts the reads of each tensor.
+    struct Counted<'a> {
+        source: &'a FreshWeights,
+        reads: RefCell<BTreeMap<String, usize>>,
+    }
+
+    impl TensorSource for Counted<'_> {
+        fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
+            *self.reads.borrow_mut().entry(name.to_owned()).or_default() += 1;
+            self.source.read(name, out)
+        }
+    }
+
+    #[test]
+    fn a_tensor_is_read_once_to_be_checked_and_once_to_be_written() {
+        let (config, dir) = (mixed_config(), tempfile::tempdir().unwrap());
+        let source = Counted { source: &FreshWeights::new(&config, 3), reads: RefCell::default() };
+        write_weights(dir.path(), &config, &source, Dtype::F32).unwrap();
+        for (name, reads) in source.reads.into_inner() {
+            assert_eq!(reads, 2, "{name}");
+        }
+    }
+
+    #[test]
     fn the_weights_are_as_readable_as_the_config() {
         use std::os::unix::fs::PermissionsExt;
-        let (config, dir) = (config(), tempfile::tempdir().unwrap());
+        let (config, dir) = (mixed_config(), tempfile::tempdir().unwrap());
         write_weights(dir.path(), &config, &FreshWeights::new(&config, 3), Dtype::F32).unwrap();
         let mode = |name: &str| fs::metadata(dir.path().join(name)).unwrap().permissions().mode();
         assert_eq!(mode("model.safetensors"), mode("config.json"));
