@@ -2,7 +2,7 @@
 
 use r3_core::ids::TokenId;
 use r3_kernels::attention::{Heads, KvCache, PagedSequence, paged_attention};
-use r3_kernels::experts::{ExpertScratch, Experts, Routed, forward as run_experts};
+use r3_kernels::experts::{ExpertDims, ExpertScratch, Experts, Routed, forward as run_experts};
 use r3_kernels::gemm::{Dtype, PackedMatrix, matmul};
 use r3_kernels::rms_norm::rms_norm;
 use r3_kernels::rope::{RopeTable, rope};
@@ -66,7 +66,7 @@ pub struct Paged<'a> {
     pub sequences: &'a [PagedSequence<'a>],
 }
 
-/// Runs the model on plain buffers. After the first forward of the largest batch it allocates nothing.
+/// Runs the model on plain buffers, which grow with the largest batch and are used again.
 #[derive(Debug)]
 pub struct Buffers {
     free: Vec<Vec<f32>>,
@@ -231,7 +231,7 @@ impl BuildWeights for Buffers {
 
     fn expert_weights(&mut self, gate_up: Named<'_>, down: Named<'_>) -> Result<Experts, ModelError> {
         let [n_experts, width, inter] = [down.shape[0], down.shape[1], down.shape[2]];
-        let dims = r3_kernels::experts::ExpertDims { n_experts, width, inter };
+        let dims = ExpertDims { n_experts, width, inter };
         Ok(Experts::pack(gate_up.values, down.values, dims, self.dtype))
     }
 }
@@ -240,33 +240,13 @@ impl BuildWeights for Buffers {
 impl TensorSource for Weights<Buffers> {
     fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
         out.clear();
-        let projection = |projection: &Projection, out: &mut Vec<f32>| {
-            if name.ends_with(".bias") {
-                out.extend(projection.bias.iter().flatten());
-            } else {
-                unpack(&projection.matrix, out);
+        match self.part(name).ok_or_else(|| ModelError::NoSuchTensor { name: name.to_owned() })? {
+            Part::Vector(values) => out.extend(values),
+            Part::Matrix(matrix) => unpack(matrix, out),
+            Part::GateUp(experts) => {
+                (0..experts.dims().n_experts).for_each(|e| unpack(experts.gate_up(e), out))
             }
-        };
-        let no_such_tensor = || ModelError::NoSuchTensor { name: name.to_owned() };
-        match name {
-            "model.embed_tokens.weight" => projection(&self.embed, out),
-            "model.norm.weight" => out.extend(&self.norm),
-            "lm_head.weight" => projection(self.head.as_ref().ok_or_else(no_such_tensor)?, out),
-            _ => {
-                let rest = name.strip_prefix("model.layers.").ok_or_else(no_such_tensor)?;
-                let (layer, suffix) = rest.split_once('.').ok_or_else(no_such_tensor)?;
-                let layer = layer.parse::<usize>().ok().and_then(|layer| self.layers.get(layer));
-                match layer.ok_or_else(no_such_tensor)?.part(suffix).ok_or_else(no_such_tensor)? {
-                    Part::Vector(values) => out.extend(values),
-                    Part::Projection(part) => projection(part, out),
-                    Part::GateUp(experts) => {
-                        (0..experts.dims().n_experts).for_each(|e| unpack(experts.gate_up(e), out));
-                    }
-                    Part::Down(experts) => {
-                        (0..experts.dims().n_experts).for_each(|e| unpack(experts.down(e), out));
-                    }
-                }
-            }
+            Part::Down(experts) => (0..experts.dims().n_experts).for_each(|e| unpack(experts.down(e), out)),
         }
         Ok(())
     }
@@ -281,31 +261,121 @@ fn unpack(matrix: &PackedMatrix, out: &mut Vec<f32>) {
     }
 }
 
+/// Where the values of a canonical tensor are held.
 enum Part<'a> {
     Vector(&'a [f32]),
-    Projection(&'a Projection),
+    Matrix(&'a PackedMatrix),
     GateUp(&'a Experts),
     Down(&'a Experts),
 }
 
+impl Weights<Buffers> {
+    fn part(&self, name: &str) -> Option<Part<'_>> {
+        Some(match name {
+            "model.embed_tokens.weight" => Part::Matrix(&self.embed.matrix),
+            "model.norm.weight" => Part::Vector(&self.norm),
+            "lm_head.weight" => Part::Matrix(&self.head.as_ref()?.matrix),
+            _ => {
+                let (layer, suffix) = name.strip_prefix("model.layers.")?.split_once('.')?;
+                return self.layers.get(layer.parse::<usize>().ok()?)?.part(suffix);
+            }
+        })
+    }
+}
+
 impl Layer<Buffers> {
     fn part(&self, suffix: &str) -> Option<Part<'_>> {
-        let stem = suffix.strip_suffix(".weight").or_else(|| suffix.strip_suffix(".bias")).unwrap_or(suffix);
-        Some(match (stem, &self.mlp) {
-            ("input_layernorm", _) => Part::Vector(&self.input_norm),
-            ("post_attention_layernorm", _) => Part::Vector(&self.post_norm),
-            ("self_attn.q_norm", _) => Part::Vector(&self.q_norm),
-            ("self_attn.k_norm", _) => Part::Vector(&self.k_norm),
-            ("self_attn.q_proj", _) => Part::Projection(&self.q),
-            ("self_attn.k_proj", _) => Part::Projection(&self.k),
-            ("self_attn.v_proj", _) => Part::Projection(&self.v),
-            ("self_attn.o_proj", _) => Part::Projection(&self.o),
-            ("mlp.gate", Mlp::Moe { router, .. }) => Part::Projection(router),
+        Some(match (suffix, &self.mlp) {
+            ("input_layernorm.weight", _) => Part::Vector(&self.input_norm),
+            ("post_attention_layernorm.weight", _) => Part::Vector(&self.post_norm),
+            ("self_attn.q_norm.weight", _) => Part::Vector(&self.q_norm),
+            ("self_attn.k_norm.weight", _) => Part::Vector(&self.k_norm),
             ("mlp.experts.gate_up_proj", Mlp::Moe { experts, .. }) => Part::GateUp(experts),
             ("mlp.experts.down_proj", Mlp::Moe { experts, .. }) => Part::Down(experts),
-            ("mlp.gate_up_proj", Mlp::Dense { gate_up, .. }) => Part::Projection(gate_up),
-            ("mlp.down_proj", Mlp::Dense { down, .. }) => Part::Projection(down),
+            _ => {
+                let (prefix, kind) = suffix.rsplit_once('.')?;
+                let projection = self.projection(prefix)?;
+                match kind {
+                    "weight" => Part::Matrix(&projection.matrix),
+                    "bias" => Part::Vector(projection.bias.as_deref()?),
+                    _ => return None,
+                }
+            }
+        })
+    }
+
+    fn projection(&self, prefix: &str) -> Option<&Projection> {
+        Some(match (prefix, &self.mlp) {
+            ("self_attn.q_proj", _) => &self.q,
+            ("self_attn.k_proj", _) => &self.k,
+            ("self_attn.v_proj", _) => &self.v,
+            ("self_attn.o_proj", _) => &self.o,
+            ("mlp.gate", Mlp::Moe { router, .. }) => router,
+            ("mlp.gate_up_proj", Mlp::Dense { gate_up, .. }) => gate_up,
+            ("mlp.down_proj", Mlp::Dense { down, .. }) => down,
             _ => return None,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+    use crate::fixtures::mixed_config;
+    use crate::init::FreshWeights;
+    use crate::source::canonical_tensors;
+
+    fn resident(dtype: Dtype) -> (ModelConfig, FreshWeights, Weights<Buffers>) {
+        let config = mixed_config();
+        let fresh = FreshWeights::new(&config, 3);
+        let weights = Weights::load(&mut Buffers::new(&config, dtype), &config, &fresh).unwrap();
+        (config, fresh, weights)
+    }
+
+    #[test]
+    fn resident_weights_read_back_as_they_are_kept() {
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            let (config, fresh, weights) = resident(dtype);
+            let (mut expected, mut found) = (Vec::new(), Vec::new());
+            for (name, _) in canonical_tensors(&config) {
+                fresh.read(&name, &mut expected).unwrap();
+                if dtype == Dtype::Bf16 && !stays_f32(&name) {
+                    expected.iter_mut().for_each(|value| *value = bf16::from_f32(*value).to_f32());
+                }
+                weights.read(&name, &mut found).unwrap();
+                assert_eq!(found, expected, "{name} as {dtype}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_tensor_that_is_not_the_models_is_refused_by_name() {
+        let (_, _, weights) = resident(Dtype::F32);
+        for name in [
+            "lm_head.bias",
+            "model.layers.2.input_layernorm.weight",
+            "model.layers.1.input_layernorm.bias",
+            "model.layers.1.mlp.gate.bias",
+            "model.layers.1.mlp.gate_up_proj.weight",
+            "model.layers.0.mlp.experts.down_proj",
+            "model.layers.1.mlp.experts.down_proj.weight",
+            "model.layers.x.mlp.gate.weight",
+            "",
+        ] {
+            match weights.read(name, &mut Vec::new()) {
+                Err(ModelError::NoSuchTensor { name: named }) => assert_eq!(named, name),
+                other => panic!("{name}: {other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_token_outside_the_vocabulary_is_refused_by_position() {
+        let (config, _, weights) = resident(Dtype::F32);
+        let tokens = [TokenId(9), TokenId(10)];
+        let error = Buffers::new(&config, Dtype::F32).embed(&weights.embed, &tokens).unwrap_err();
+        assert_eq!(error.to_string(), "token 10 at position 1 is outside the vocabulary of 10");
     }
 }

@@ -133,3 +133,142 @@ pub fn check_finite(name: &str, values: &[f32]) -> Result<(), ModelError> {
         Some(index) => Err(ModelError::NotFinite { name: name.to_owned(), index, value: values[index] }),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::fixtures::{config_with, mixed_config};
+
+    /// Tensors in memory.
+    struct Held(BTreeMap<String, Vec<f32>>);
+
+    impl Held {
+        fn new(config: &ModelConfig) -> Self {
+            let filled = |shape: &[usize]| vec![1.0; shape.iter().product()];
+            Self(canonical_tensors(config).into_iter().map(|(name, shape)| (name, filled(&shape))).collect())
+        }
+    }
+
+    impl TensorSource for Held {
+        fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
+            out.clone_from(&self.0[name]);
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_mixed_model_lists_its_tensors_in_the_order_of_the_forward() {
+        let attention = |layer: usize| {
+            [("q_proj", 8, 8), ("k_proj", 4, 8), ("v_proj", 4, 8), ("o_proj", 8, 8)].map(
+                |(name, rows, columns)| {
+                    let at = format!("model.layers.{layer}.self_attn.{name}");
+                    [(format!("{at}.weight"), vec![rows, columns]), (format!("{at}.bias"), vec![rows])]
+                },
+            )
+        };
+        let mut expected: Vec<(String, Vec<usize>)> = vec![("model.embed_tokens.weight".into(), vec![10, 8])];
+        for layer in 0..2 {
+            let at = |suffix: &str| format!("model.layers.{layer}.{suffix}");
+            expected.push((at("input_layernorm.weight"), vec![8]));
+            expected.extend(attention(layer).into_iter().flatten());
+            expected.push((at("self_attn.q_norm.weight"), vec![4]));
+            expected.push((at("self_attn.k_norm.weight"), vec![4]));
+            expected.push((at("post_attention_layernorm.weight"), vec![8]));
+            if layer == 0 {
+                expected.push((at("mlp.gate_up_proj.weight"), vec![24, 8]));
+                expected.push((at("mlp.down_proj.weight"), vec![8, 12]));
+            } else {
+                expected.push((at("mlp.gate.weight"), vec![3, 8]));
+                expected.push((at("mlp.experts.gate_up_proj"), vec![3, 12, 8]));
+                expected.push((at("mlp.experts.down_proj"), vec![3, 8, 6]));
+            }
+        }
+        expected.push(("model.norm.weight".into(), vec![8]));
+        expected.push(("lm_head.weight".into(), vec![10, 8]));
+        let config = mixed_config();
+        assert_eq!(canonical_tensors(&config), expected);
+        let n_parameters: usize = expected.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
+        assert_eq!(config.n_parameters(), n_parameters);
+        let tied = config_with(serde_json::json!({ "tie_word_embeddings": true }));
+        assert!(!canonical_tensors(&tied).iter().any(|(name, _)| name == "lm_head.weight"));
+    }
+
+    #[test]
+    fn one_bit_of_one_tensor_changes_its_hash_and_no_other() {
+        let config = mixed_config();
+        let mut held = Held::new(&config);
+        let before = hash_tensors(&config, &held, Dtype::F32).unwrap();
+        let name = "model.layers.1.mlp.experts.down_proj";
+        let last = held.0.get_mut(name).unwrap().last_mut().unwrap();
+        *last = f32::from_bits(last.to_bits() ^ 1);
+        let after = hash_tensors(&config, &held, Dtype::F32).unwrap();
+        let changed: Vec<_> =
+            before.iter().zip(&after).filter(|(b, a)| b != a).map(|(b, _)| &b.name).collect();
+        assert_eq!(changed, [name]);
+        assert_ne!(model_hash(&before), model_hash(&after));
+    }
+
+    #[test]
+    fn a_bf16_engine_hashes_what_rounding_leaves_and_keeps_routing_in_f32() {
+        let config = mixed_config();
+        let mut held = Held::new(&config);
+        let before = hash_tensors(&config, &held, Dtype::Bf16).unwrap();
+        for values in held.0.values_mut() {
+            values[0] += 1e-3; // Less than half a step of bf16 at 1.
+        }
+        let after = hash_tensors(&config, &held, Dtype::Bf16).unwrap();
+        for (before, after) in before.iter().zip(&after) {
+            assert_eq!(before.hash != after.hash, stays_f32(&before.name), "{}", before.name);
+        }
+    }
+
+    #[test]
+    fn norms_biases_and_the_router_stay_in_f32_and_projections_do_not() {
+        let kept: Vec<String> = canonical_tensors(&mixed_config())
+            .into_iter()
+            .map(|(name, _)| name)
+            .filter(|name| stays_f32(name))
+            .collect();
+        let projections = ["q_proj", "k_proj", "v_proj", "o_proj"];
+        let mut expected = vec!["model.norm.weight".to_owned(), "model.layers.1.mlp.gate.weight".to_owned()];
+        for layer in 0..2 {
+            let at = |suffix: &str| format!("model.layers.{layer}.{suffix}");
+            expected.extend(projections.map(|name| at(&format!("self_attn.{name}.bias"))));
+            let norms =
+                ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"];
+            expected.extend(norms.map(|name| at(&format!("{name}.weight"))));
+        }
+        let sorted = |mut names: Vec<String>| {
+            names.sort();
+            names
+        };
+        assert_eq!(sorted(kept), sorted(expected));
+    }
+
+    #[test]
+    fn a_models_hash_depends_on_names_values_and_order() {
+        let hash = |name: &str, hash| TensorHash { name: name.into(), hash };
+        let of = |hashes: &[TensorHash]| model_hash(hashes);
+        let plain = of(&[hash("a", 1), hash("b", 2)]);
+        assert_eq!(plain, of(&[hash("a", 1), hash("b", 2)]));
+        assert_ne!(plain, of(&[hash("c", 1), hash("b", 2)]));
+        assert_ne!(plain, of(&[hash("a", 3), hash("b", 2)]));
+        assert_ne!(plain, of(&[hash("b", 2), hash("a", 1)]));
+        assert_ne!(plain, of(&[hash("a", 1)]));
+    }
+
+    #[test]
+    fn a_hash_does_not_depend_on_how_values_are_cut() {
+        let values: Vec<f32> = (0..HASH_CHUNK + 3).map(|i| i as f32).collect();
+        let config = config_with(serde_json::json!({}));
+        let mut held = Held::new(&config);
+        held.0.insert("model.norm.weight".into(), values.clone());
+        let hashes = hash_tensors(&config, &held, Dtype::F32).unwrap();
+        let mut bytes = Vec::new();
+        append_bytes(&values, Dtype::F32, &mut bytes);
+        let norm = hashes.iter().find(|tensor| tensor.name == "model.norm.weight").unwrap();
+        assert_eq!(norm.hash, xxhash_rust::xxh3::xxh3_64(&bytes));
+    }
+}
