@@ -12,19 +12,19 @@ const ELEMENT_WORK: usize = 8;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamwStep {
     /// Learning rate.
-    pub lr: f32,
+    pub lr: f64,
     /// Decay of the mean of gradients.
-    pub beta1: f32,
+    pub beta1: f64,
     /// Decay of the mean of squared gradients.
-    pub beta2: f32,
+    pub beta2: f64,
     /// Added to the root of the second moment.
-    pub eps: f32,
+    pub eps: f64,
     /// Decoupled decay: a step shrinks parameters by `lr * weight_decay` of themselves.
-    pub weight_decay: f32,
+    pub weight_decay: f64,
     /// Number of this step, from 1; corrects the bias of moments that started at 0.
     pub step: u64,
     /// Multiplied into the gradient first: clipping, or the mean over devices.
-    pub grad_scale: f32,
+    pub grad_scale: f64,
 }
 
 /// One step on `param` with gradient `grad` and moments `m` and `v`, all of one length:
@@ -78,17 +78,17 @@ struct Rates {
 
 impl Rates {
     fn of(step: &AdamwStep) -> Self {
-        let (beta1, beta2) = (f64::from(step.beta1), f64::from(step.beta2));
-        let n = step.step as f64;
+        let AdamwStep { lr, beta1, beta2, eps, weight_decay, step, grad_scale } = *step;
+        let n = step as f64;
         Self {
-            grad_scale: step.grad_scale,
-            keep: (1.0 - f64::from(step.lr) * f64::from(step.weight_decay)) as f32,
+            grad_scale: grad_scale as f32,
+            keep: (1.0 - lr * weight_decay) as f32,
             blend: (1.0 - beta1) as f32,
-            beta2: step.beta2,
+            beta2: beta2 as f32,
             square_blend: (1.0 - beta2) as f32,
-            step_size: (f64::from(step.lr) / (1.0 - beta1.powf(n))) as f32,
+            step_size: (lr / (1.0 - beta1.powf(n))) as f32,
             root_correction: (1.0 - beta2.powf(n)).sqrt() as f32,
-            eps: step.eps,
+            eps: eps as f32,
         }
     }
 }
@@ -141,8 +141,16 @@ mod tests {
     }
 
     #[test]
+    fn what_a_beta_leaves_is_rounded_once() {
+        let (mut p, mut m, mut v) = ([1.0], [0.0], [0.0]);
+        adamw(&mut p, &[1.0], &mut m, &mut v, &AdamwStep { beta2: 0.999, ..STEP });
+        // 1 - 0.999 taken in f32 would be 0.00099998713.
+        assert_eq!((m[0], v[0]), (0.1, 0.001));
+    }
+
+    #[test]
     fn the_gradient_is_scaled_first() {
-        let run = |grad: f32, grad_scale: f32| {
+        let run = |grad: f32, grad_scale: f64| {
             let (mut p, mut m, mut v) = ([1.0], [0.5], [0.25]);
             adamw(&mut p, &[grad], &mut m, &mut v, &AdamwStep { grad_scale, ..STEP });
             [p, m, v]

@@ -131,13 +131,13 @@ impl AdamW {
         }
         let lr = self.config.lr.at(self.steps);
         let step = AdamwStep {
-            lr: lr as f32,
-            beta1: self.config.betas[0] as f32,
-            beta2: self.config.betas[1] as f32,
-            eps: self.config.eps as f32,
-            weight_decay: self.config.weight_decay as f32,
+            lr,
+            beta1: self.config.betas[0],
+            beta2: self.config.betas[1],
+            eps: self.config.eps,
+            weight_decay: self.config.weight_decay,
             step: self.steps + 1,
-            grad_scale: clip_scale(grad_norm, self.config.max_grad_norm) as f32,
+            grad_scale: clip_scale(grad_norm, self.config.max_grad_norm),
         };
         for (index, ((_, var), moments)) in vars.iter().zip(&mut self.moments).enumerate() {
             var.inplace_op1(&InPlace {
