@@ -102,3 +102,117 @@ impl EngineConfig {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::{ProptestConfig, prop_assert, prop_assert_eq, proptest};
+
+    use super::*;
+    use crate::fixtures::{config, engine, model, request};
+
+    #[test]
+    fn a_recipe_says_all_of_it() {
+        let section = EngineSection {
+            kv_memory: r3_recipe::bytes::Bytes::mib(3),
+            block_tokens: 5,
+            max_batch_tokens: 6,
+            max_running: 7,
+            prefix_cache: false,
+        };
+        let expected = EngineConfig {
+            dtype: Dtype::Bf16,
+            kv_bytes: 3 << 20,
+            block_tokens: 5,
+            max_batch_tokens: 6,
+            max_running: 7,
+            prefix_cache: false,
+            capture_routes: true,
+        };
+        assert_eq!(EngineConfig::from_recipe(&section, RecipeDtype::Bf16, true), expected);
+        let changed = EngineConfig { dtype: Dtype::F32, capture_routes: false, ..expected };
+        assert_eq!(EngineConfig::from_recipe(&section, RecipeDtype::F32, false), changed);
+    }
+
+    #[test]
+    fn a_block_is_charged_for_keys_values_and_captured_routes_only() {
+        let model = model();
+        let routed = config(0);
+        let free = EngineConfig { capture_routes: false, ..routed };
+        let kv = 2 * model.n_layers * model.n_kv_heads * model.head_dim * 2 * 4;
+        assert_eq!(free.block_bytes(&model), kv as u64);
+        assert_eq!(EngineConfig { dtype: Dtype::F32, ..free }.block_bytes(&model), 2 * kv as u64);
+        let row_bytes = model.route_dims().row_bytes();
+        assert!(routed.block_bytes(&model) >= (kv + 4 * row_bytes) as u64);
+        let sizes = EngineConfig { kv_bytes: 1 << 20, ..routed }.scheduler(&model).unwrap();
+        assert_eq!(routed.block_bytes(&model), (kv + sizes.route_bytes_per_block()) as u64);
+        let sizes = EngineConfig { kv_bytes: 1 << 20, ..free }.scheduler(&model).unwrap();
+        assert_eq!((sizes.route_bytes_per_block(), sizes.routes), (0, None));
+    }
+
+    #[test]
+    fn there_are_as_many_blocks_as_the_memory_pays_for() {
+        let model = model();
+        let block_bytes = config(0).block_bytes(&model);
+        let n_blocks = |kv_bytes| config(kv_bytes).scheduler(&model).map(|sizes| sizes.n_blocks);
+        assert_eq!(n_blocks(block_bytes).unwrap(), 1);
+        assert_eq!(n_blocks(4 * block_bytes - 1).unwrap(), 3);
+        match n_blocks(block_bytes - 1) {
+            Err(EngineError::NoBlock { kv_bytes, block_bytes: needed, block_tokens }) => {
+                assert_eq!((kv_bytes, needed, block_tokens), (block_bytes - 1, block_bytes, 4));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_sequence_longer_than_the_models_positions_is_refused() {
+        let model = model();
+        let room = |new| config(1 << 30).check_room(&model, 3, new);
+        assert!(room(model.max_positions - 3).is_ok());
+        match room(model.max_positions - 2) {
+            Err(EngineError::TooLong { tokens, max_positions }) => {
+                assert_eq!((tokens, max_positions), (model.max_positions + 1, model.max_positions));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn the_bytes_that_a_refusal_asks_for_are_enough_and_no_fewer_are(
+            prompt in 1_usize..40, new in 0_usize..40, block_tokens in 1_usize..9, capture_routes: bool
+        ) {
+            let model = model();
+            let sized = |kv_bytes| EngineConfig { block_tokens, capture_routes, ..config(kv_bytes) };
+            let one_block = sized(0).block_bytes(&model);
+            match sized(one_block).check_room(&model, prompt, new) {
+                Ok(()) => prop_assert!(prompt + new.saturating_sub(1) <= block_tokens),
+                Err(EngineError::KvTooSmall { kv_bytes, capacity_tokens, needed_bytes, .. }) => {
+                    prop_assert_eq!((kv_bytes, capacity_tokens), (one_block, block_tokens));
+                    prop_assert!(sized(needed_bytes).check_room(&model, prompt, new).is_ok());
+                    prop_assert!(sized(needed_bytes - 1).check_room(&model, prompt, new).is_err());
+                }
+                Err(other) => panic!("{other}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_cache_of_the_bytes_asked_for_serves_the_sequence_to_its_end() {
+        let Err(EngineError::KvTooSmall { needed_bytes, .. }) =
+            config(config(0).block_bytes(&model())).check_room(&model(), 7, 6)
+        else {
+            panic!("one block of 4 tokens does not hold 12");
+        };
+        let mut engine = engine(config(needed_bytes));
+        engine.submit(&request(7, 6)).unwrap();
+        while engine.has_work() {
+            engine.tick().unwrap();
+        }
+        let finished = engine.take_finished().unwrap();
+        assert_eq!((finished.tokens.len(), engine.stats().n_preemptions), (13, 0));
+        assert!(engine.submit(&request(8, 6)).is_err(), "one token more does not fit");
+    }
+}

@@ -13,7 +13,7 @@ use r3_model::error::ModelError;
 use r3_model::executor::{Executor, Weights};
 use r3_model::forward::{forward, logits};
 use r3_model::source::{TensorHash, TensorSource};
-use r3_scheduler::plan::{Logits, TickPlan};
+use r3_scheduler::plan::{Chunk, Logits, TickPlan};
 use r3_scheduler::request::{Finished, Request, Sample};
 use r3_scheduler::scheduler::{Scheduler, SchedulerStats};
 
@@ -216,7 +216,7 @@ impl Engine {
     fn forward(&mut self) -> Result<Rows, EngineError> {
         let Self { scheduler, exec, weights, cache, config, record, replay, .. } = self;
         let plan = scheduler.tick_plan();
-        let sequence = |chunk: &r3_scheduler::plan::Chunk| PagedSequence {
+        let sequence = |chunk: &Chunk| PagedSequence {
             n_queries: chunk.n_tokens,
             start: chunk.start,
             blocks: scheduler.block_table(chunk.sequence),
@@ -259,8 +259,9 @@ impl Engine {
     /// Hands the logprobs of prompt tokens to the requests that want them.
     fn score_prompts(&mut self, logits: &Rows) {
         let vocab_size = self.weights.config.vocab_size;
-        let chunks: Vec<_> = self.scheduler.tick_plan().chunks.clone();
-        for chunk in chunks.iter().filter(|chunk| chunk.wants == Logits::All) {
+        let chunks = self.scheduler.tick_plan().chunks.iter();
+        let scored: Vec<Chunk> = chunks.filter(|chunk| chunk.wants == Logits::All).cloned().collect();
+        for chunk in scored {
             let sequence = self.scheduler.sequence(chunk.sequence);
             let end = (chunk.start + chunk.n_tokens + 1).min(sequence.prompt_tokens);
             let targets: Vec<u32> =

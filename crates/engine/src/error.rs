@@ -21,10 +21,10 @@ pub enum EngineError {
     #[error("position {position}: a row of routes is [{layers}][{top_k}], one list of experts a MoE layer")]
     ReplayShape { position: usize, layers: usize, top_k: usize },
     #[error(
-        "the refit changed nothing: {differing} of {tensors} tensors differ from the trainer's, first `{first}`"
+        "the engine did not load what it was given: {differing} of {tensors} tensors differ, first `{first}`"
     )]
     Audit { tensors: usize, differing: usize, first: String },
-    #[error("a refit needs an idle engine, but {sequences} sequences are unfinished")]
+    #[error("the engine has to be idle, but {sequences} sequences are unfinished or not taken")]
     Busy { sequences: usize },
     #[error("routes to replay have {rows} rows, but {tokens} tokens are scored")]
     ReplayRows { rows: usize, tokens: usize },
@@ -52,8 +52,10 @@ impl EngineError {
             }
             Self::NothingToScore { .. } => "give at least two tokens".into(),
             Self::ReplayShape { .. } => "check which model the routes are of".into(),
-            Self::Audit { .. } => "the old weights are still active; please report this".into(),
-            Self::Busy { .. } => "finish or abort the sequences first".into(),
+            Self::Audit { .. } => {
+                "a refit that fails leaves the old weights active; please report this".into()
+            }
+            Self::Busy { .. } => "finish or abort the sequences, and take them, first".into(),
             Self::ReplayRoutes(_) => "check which model the routes are of".into(),
             Self::ReplayRows { .. } => "`routed_experts` needs one row for each token but the last".into(),
             Self::Scheduler(error) => error.hint(),

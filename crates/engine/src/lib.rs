@@ -6,6 +6,8 @@
 pub mod config;
 pub mod engine;
 pub mod error;
+#[cfg(test)]
+mod fixtures;
 pub mod refit;
 pub mod sampler;
 pub mod score;

@@ -76,3 +76,23 @@ fn audit(trained: &[TensorHash], resident: &[TensorHash]) -> Result<(), EngineEr
         }),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hashes(values: [u64; 3]) -> Vec<TensorHash> {
+        let names = ["a", "b", "c"].map(str::to_owned);
+        names.into_iter().zip(values).map(|(name, hash)| TensorHash { name, hash }).collect()
+    }
+
+    #[test]
+    fn an_audit_counts_the_tensors_that_differ_and_names_the_first() {
+        assert!(audit(&hashes([1, 2, 3]), &hashes([1, 2, 3])).is_ok());
+        let error = audit(&hashes([1, 2, 3]), &hashes([1, 0, 0])).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "the engine did not load what it was given: 2 of 3 tensors differ, first `b`"
+        );
+    }
+}

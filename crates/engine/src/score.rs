@@ -4,7 +4,7 @@ use r3_core::ids::{GroupId, TokenId};
 use r3_core::routes::{RouteRows, RouteView, write_ids};
 use r3_kernels::router::{RouteRecord, Routing};
 use r3_scheduler::plan::TickPlan;
-use r3_scheduler::request::Request;
+use r3_scheduler::request::{Finished, Request};
 
 use crate::engine::Engine;
 use crate::error::EngineError;
@@ -38,22 +38,24 @@ impl Engine {
     /// With `routes` `[T - 1, L, K]` the experts are those, and `live_routes` says what the router would have chosen.
     ///
     /// # Errors
-    /// If other requests are unfinished, a token is outside the vocabulary, the tokens do not fit, or the routes
+    /// If other requests are unfinished or not taken, a token is outside the vocabulary, the tokens do not fit, or the routes
     /// break their contract.
     ///
     /// # Panics
-    /// If the engine does not capture routes.
+    /// If the engine does not capture routes, or the routes are of another model's shape.
     pub fn score(
         &mut self,
         tokens: &[TokenId],
         routes: Option<RouteView<'_>>,
     ) -> Result<Scored, EngineError> {
         assert!(self.config.capture_routes, "an engine that scores captures routes");
-        if self.has_work() {
-            return Err(EngineError::Busy { sequences: self.n_open_requests() });
+        let sequences = self.n_open_requests();
+        if sequences > 0 {
+            return Err(EngineError::Busy { sequences });
         }
         let dims = self.model().route_dims();
         if let Some(routes) = routes {
+            assert_eq!(routes.dims(), dims, "replayed routes have the model's shape");
             self.replay = Some(Replay::new(routes, tokens.len())?);
         }
         let outcome = self.score_one(tokens);
@@ -72,7 +74,7 @@ impl Engine {
         Ok(Scored { logprobs: finished.prompt_logprobs.unwrap_or_default(), live_routes })
     }
 
-    fn score_one(&mut self, tokens: &[TokenId]) -> Result<r3_scheduler::request::Finished, EngineError> {
+    fn score_one(&mut self, tokens: &[TokenId]) -> Result<Finished, EngineError> {
         self.check_request(tokens, 0)?;
         self.scheduler.submit(&Request {
             group: GroupId(0),
@@ -103,11 +105,10 @@ impl Replay {
         routes.check(n_tokens - 1).map_err(EngineError::ReplayRoutes)?;
         let mut ids = vec![0; n_tokens * dims.row_ids()];
         // The last token is never an input in a rollout, so it has no row; as its logits are not used, any will do.
-        let row_of = |token: usize| token.min(routes.rows().saturating_sub(1));
         for (token, row) in ids.chunks_exact_mut(dims.row_ids()).enumerate() {
             for (layer, ids) in row.chunks_exact_mut(dims.top_k).enumerate() {
                 if routes.rows() > 0 {
-                    routes.copy_layer(row_of(token), layer, ids);
+                    routes.copy_layer(token.min(routes.rows() - 1), layer, ids);
                 } else {
                     ids.iter_mut().zip(0..).for_each(|(id, k)| *id = k);
                 }
@@ -153,5 +154,36 @@ impl Replay {
     pub(crate) fn write_row(&self, row: usize, out: &mut [u16]) {
         let at = self.positions[row] as usize * self.row_ids;
         out.copy_from_slice(&self.ids[at..at + self.row_ids]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixtures::{config, engine, request};
+
+    #[test]
+    fn a_rollout_that_nobody_took_is_never_returned_as_the_score() {
+        let mut engine = engine(config(1 << 20));
+        engine.submit(&request(5, 2)).unwrap();
+        while engine.has_work() {
+            engine.tick().unwrap();
+        }
+        let tokens = [TokenId(3), TokenId(4), TokenId(5)];
+        let error = engine.score(&tokens, None).unwrap_err();
+        assert!(matches!(error, EngineError::Busy { sequences: 1 }), "{error}");
+        engine.take_finished().unwrap();
+        assert_eq!(engine.score(&tokens, None).unwrap().logprobs.len(), 2);
+    }
+
+    #[test]
+    fn a_refused_score_leaves_an_engine_that_scores() {
+        let mut engine = engine(config(1 << 20));
+        let tokens = [TokenId(3), TokenId(4), TokenId(5)];
+        let scored = engine.score(&tokens, None).unwrap();
+        assert!(engine.score(&[TokenId(3), TokenId(u32::MAX)], None).is_err());
+        assert!(engine.score(&tokens[..2], Some(scored.live_routes.view())).is_err());
+        assert_eq!(engine.score(&tokens, None).unwrap(), scored);
+        assert_eq!(engine.score(&tokens, Some(scored.live_routes.view())).unwrap(), scored);
     }
 }
