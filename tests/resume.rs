@@ -288,7 +288,7 @@ fn a_reward_that_always_panics_stops_the_run() {
     assert_eq!(reason, FailureReason::Panicked { message: "no judge in the house".into() });
     insta::assert_snapshot!(text, @r"
     the reward failed on all 24 rollouts of a step; first: reward `judge` failed on rollout 0 of group 0: it panicked: no judge in the house
-    hint: try the reward on the completion above, outside a run
+    hint: score a completion with this reward outside a run, to see what breaks
     ");
 }
 
@@ -298,7 +298,7 @@ fn a_reward_that_is_always_nan_stops_the_run() {
     assert!(matches!(reason, FailureReason::NotFinite { score } if score.is_nan()));
     insta::assert_snapshot!(text, @r"
     the reward failed on all 24 rollouts of a step; first: reward `judge` failed on rollout 0 of group 0: its score is NaN
-    hint: try the reward on the completion above, outside a run
+    hint: score a completion with this reward outside a run, to see what breaks
     ");
 }
 

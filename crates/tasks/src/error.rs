@@ -118,7 +118,9 @@ impl TaskError {
             Self::AnswerNotANumber { .. } => {
                 "use the `exact_match` reward, or write answers as numbers".into()
             }
-            Self::EveryRewardFailed { .. } => "try the reward on the completion above, outside a run".into(),
+            Self::EveryRewardFailed { .. } => {
+                "score a completion with this reward outside a run, to see what breaks".into()
+            }
         }
     }
 
