@@ -115,11 +115,12 @@ impl Rollouts {
 #[test]
 fn at_equal_weights_replay_cuts_the_kl_between_bf16_rollout_and_f32_trainer_to_0_4() {
     let checkpoint = Checkpoint::open(&in_repository("assets/tiny-moe")).unwrap();
-    let rollouts = Rollouts::sample(&checkpoint, 192);
+    // The k3 of the free router is carried by the few tokens whose flips mattered, so it takes this many to be steady.
+    let rollouts = Rollouts::sample(&checkpoint, 1600);
     let mut policy = Policy::load(&checkpoint, checkpoint.config()).unwrap();
     let on = rollouts.mismatch(&mut policy, true);
     let off = rollouts.mismatch(&mut policy, false);
-    assert!(on.n_tokens >= 4096 && on.n_tokens == off.n_tokens, "{} tokens", on.n_tokens);
+    assert!(on.n_tokens >= 32_768 && on.n_tokens == off.n_tokens, "{} tokens", on.n_tokens);
     assert!(on.k3_kl > 0.0 && on.k3_kl <= 0.4 * off.k3_kl, "k3 is {:e} on, {:e} off", on.k3_kl, off.k3_kl);
     for stats in [on, off] {
         let RouterDiscrepancy { token_layer_frac, token_any_frac, .. } = stats.router.unwrap();

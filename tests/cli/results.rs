@@ -122,7 +122,7 @@ fn a_warm_start_writes_a_model() {
     for name in ["config.json", "model.safetensors", "tokenizer.json"] {
         assert!(directory.path(&format!("warm/{name}")).exists(), "{name}");
     }
-    assert!(!directory.path("warm.tmp").exists());
+    assert!(!directory.path("warm/.unfinished").exists());
     directory.done(&["sft", "sft.yaml", "--overwrite"]);
 }
 

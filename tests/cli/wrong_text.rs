@@ -203,7 +203,7 @@ fn a_run_is_in_the_way() {
     directory.done(&["run", "recipe.yaml"]);
     assert_snapshot!(directory.refused(&["run", "recipe.yaml"]), @r"
     exit 2
-    error: run holds the checkpoints of an earlier run
+    error: run holds an earlier run
 
     hint: continue it with --resume, discard it with --overwrite, or choose another directory with --set run.out=DIR
     ");
@@ -223,6 +223,11 @@ fn a_run_is_only_discarded_for_one_that_can_start() {
     ");
     again("model.path=nowhere");
     again("ring.bytes=1KiB");
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let listen = format!("metrics.listen={}", taken.local_addr().unwrap());
+    let before = std::fs::read(directory.path("run/metrics.jsonl")).unwrap();
+    directory.refused(&["run", "recipe.yaml", "--overwrite", "--set", &listen]);
+    assert_eq!(std::fs::read(directory.path("run/metrics.jsonl")).unwrap(), before);
     assert!(directory.path("run/step-000002/trainer_state.json").exists());
     directory.done(&["run", "recipe.yaml", "--overwrite", "--set", "run.steps=1"]);
     assert!(!directory.path("run/step-000002").exists());

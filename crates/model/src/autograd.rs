@@ -309,3 +309,79 @@ fn read_var(vars: &[(String, Var)], name: &str, out: &mut Vec<f32>) -> Result<()
     *out = var.flatten_all()?.to_vec1::<f32>()?;
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixtures::{config_with, mixed_config};
+    use crate::init::FreshWeights;
+    use crate::source::canonical_tensors;
+
+    fn policy(config: &ModelConfig) -> Policy {
+        Policy::load(&FreshWeights::new(config, 3), config).unwrap()
+    }
+
+    fn tokens<const N: usize>(ids: [u32; N]) -> [TokenId; N] {
+        ids.map(TokenId)
+    }
+
+    #[test]
+    fn positions_start_anew_with_every_sequence() {
+        let packed = PackedSequences::new(&[3, 1, 2]);
+        assert_eq!(&*packed.positions, [0, 1, 2, 0, 0, 1]);
+        assert_eq!(&*packed.lengths, [3, 1, 2]);
+    }
+
+    #[test]
+    fn every_canonical_tensor_is_trained_in_canonical_order() {
+        let config = mixed_config();
+        let policy = policy(&config);
+        let vars: Vec<_> =
+            policy.vars().iter().map(|(name, var)| (name.clone(), var.dims().to_vec())).collect();
+        assert_eq!(vars, canonical_tensors(&config));
+    }
+
+    #[test]
+    fn packed_sequences_do_not_see_each_other() {
+        let config = mixed_config();
+        let mut policy = policy(&config);
+        let mut logprobs = |inputs: &[TokenId], targets: &[TokenId], lengths: &[usize]| {
+            let batch = Packed { tokens: inputs, targets, lengths };
+            let output = policy.logprobs(&batch, &mut Routing::Free, 0.7).unwrap();
+            assert_eq!(output.router_scores.len(), 1, "one MoE layer");
+            (output.logprobs.to_vec1::<f32>().unwrap(), output.entropy)
+        };
+        let together = logprobs(&tokens([1, 2, 3, 4, 5]), &tokens([2, 3, 9, 5, 6]), &[3, 2]);
+        let first = logprobs(&tokens([1, 2, 3]), &tokens([2, 3, 9]), &[3]);
+        let second = logprobs(&tokens([4, 5]), &tokens([5, 6]), &[2]);
+        assert_eq!(together, ([first.0, second.0].concat(), [first.1, second.1].concat()));
+    }
+
+    #[test]
+    fn a_handle_to_the_weights_sees_later_updates() {
+        let config = mixed_config();
+        let policy = policy(&config);
+        let shared = policy.shared_weights();
+        let (_, norm) = policy.vars().iter().find(|(name, _)| name == "model.norm.weight").unwrap();
+        norm.set(&Tensor::full(2.0f32, 8, &Device::Cpu).unwrap()).unwrap();
+        let mut values = Vec::new();
+        for source in [&policy as &dyn TensorSource, &shared] {
+            source.read("model.norm.weight", &mut values).unwrap();
+            assert_eq!(values, [2.0; 8]);
+            assert!(matches!(source.read("norm", &mut values), Err(ModelError::NoSuchTensor { .. })));
+        }
+    }
+
+    #[test]
+    fn tokens_and_lengths_beyond_the_model_are_refused() {
+        let mut policy = policy(&config_with(serde_json::json!({ "max_position_embeddings": 3 })));
+        let mut refusal = |tokens: &[TokenId], lengths: &[usize]| {
+            let batch = Packed { tokens, targets: tokens, lengths };
+            policy.logits(&batch, &mut Routing::Free).unwrap_err().to_string()
+        };
+        let vocabulary = "token 10 at position 1 is outside the vocabulary of 10";
+        assert_eq!(refusal(&tokens([9, 10]), &[2]), vocabulary);
+        let long = "a sequence of 4 tokens exceeds the model's 3 positions";
+        assert_eq!(refusal(&tokens([1; 5]), &[1, 4]), long);
+    }
+}

@@ -107,7 +107,11 @@ impl Buffers {
 
     fn take(&mut self, rows: usize, width: usize) -> Rows {
         let len = rows * width;
-        let mut buffer = self.free.pop().unwrap_or_default();
+        // The smallest that is large enough, or else the largest grows: were any taken, all would in turn grow to
+        // the size of the logits.
+        let fit = |buffer: &Vec<f32>| (buffer.len() < len, buffer.len().abs_diff(len));
+        let best = (0..self.free.len()).min_by_key(|&at| fit(&self.free[at]));
+        let mut buffer = best.map(|at| self.free.swap_remove(at)).unwrap_or_default();
         if buffer.len() < len {
             buffer.resize(len, 0.0);
         }
@@ -377,5 +381,19 @@ mod tests {
         let tokens = [TokenId(9), TokenId(10)];
         let error = Buffers::new(&config, Dtype::F32).embed(&weights.embed, &tokens).unwrap_err();
         assert_eq!(error.to_string(), "token 10 at position 1 is outside the vocabulary of 10");
+    }
+
+    #[test]
+    fn small_activations_do_not_take_large_buffers() {
+        let mut exec = Buffers::new(&mixed_config(), Dtype::F32);
+        for _ in 0..4 {
+            let (logits, small, other) = (exec.take(8, 1000), exec.take(8, 16), exec.take(8, 16));
+            exec.release(other);
+            exec.release(small);
+            exec.release(logits);
+        }
+        let mut held: Vec<usize> = exec.free.iter().map(Vec::len).collect();
+        held.sort_unstable();
+        assert_eq!(held, [128, 128, 8000]);
     }
 }

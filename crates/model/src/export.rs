@@ -78,23 +78,41 @@ fn write_in_shards(
     write_shards(dir, shards)
 }
 
-/// Copies tokenizer and generation files to `to`, where they exist: those of directory `from`, or, if that is a
-/// `tokenizer.json` of any name, it and those beside it.
-///
-/// # Errors
-/// If a file exists but cannot be copied.
-pub fn copy_companions(from: &Path, to: &Path) -> Result<(), ModelError> {
-    let is_file = from.is_file();
-    let dir = if is_file { from.parent().unwrap_or(Path::new("")) } else { from };
-    for name in COMPANIONS {
-        let source = if is_file && name == "tokenizer.json" { from.to_path_buf() } else { dir.join(name) };
-        let target = to.join(name);
-        if source.exists() {
-            fs::copy(&source, &target)
-                .map_err(|source| ModelError::Write { path: target.clone(), source })?;
+/// Tokenizer and generation files, held so that they can be written beside weights at any later time.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Companions {
+    files: BTreeMap<&'static str, Vec<u8>>,
+}
+
+impl Companions {
+    /// Adds those that exist in directory `from`, or, if that is a `tokenizer.json` of any name, it and those beside
+    /// it; they replace those of the same name.
+    ///
+    /// # Errors
+    /// If a file exists but cannot be read.
+    pub fn add(&mut self, from: &Path) -> Result<(), ModelError> {
+        let is_file = from.is_file();
+        let dir = if is_file { from.parent().unwrap_or(Path::new("")) } else { from };
+        for name in COMPANIONS {
+            let path = if is_file && name == "tokenizer.json" { from.to_path_buf() } else { dir.join(name) };
+            if path.exists() {
+                let bytes = fs::read(&path).map_err(|source| ModelError::Read { path, source })?;
+                self.files.insert(name, bytes);
+            }
         }
+        Ok(())
     }
-    Ok(())
+
+    /// Writes them into `to`.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub fn write(&self, to: &Path) -> Result<(), ModelError> {
+        self.files.iter().try_for_each(|(name, bytes)| {
+            let path = to.join(name);
+            fs::write(&path, bytes).map_err(|source| ModelError::Write { path, source })
+        })
+    }
 }
 
 fn write_config(dir: &Path, config: &ModelConfig, dtype: Dtype) -> Result<(), ModelError> {
@@ -275,6 +293,25 @@ mod tests {
         for (name, reads) in source.reads.into_inner() {
             assert_eq!(reads, 2, "{name}");
         }
+    }
+
+    #[test]
+    fn companions_of_a_read_only_directory_can_be_written_over() {
+        let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let path = from.path().join("tokenizer.json");
+        fs::write(&path, "{}").unwrap();
+        let mut read_only = fs::metadata(&path).unwrap().permissions();
+        read_only.set_readonly(true);
+        fs::set_permissions(&path, read_only).unwrap();
+        let mut companions = Companions::default();
+        companions.add(from.path()).unwrap();
+        companions.add(&path).unwrap();
+        for _ in 0..2 {
+            companions.write(to.path()).unwrap();
+        }
+        let written = to.path().join("tokenizer.json");
+        assert_eq!(fs::read_to_string(&written).unwrap(), "{}");
+        assert!(!fs::metadata(&written).unwrap().permissions().readonly());
     }
 
     #[test]

@@ -1,12 +1,14 @@
 //! Why a run ends early, what the user can do, and with which exit code.
 
-use std::path::PathBuf;
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use r3_engine::error::EngineError;
 use r3_model::error::ModelError;
 use r3_recipe::error::RecipeError;
 use r3_ring::error::{FrameError, RingError};
+use r3_scheduler::error::SchedulerError;
 use r3_tasks::error::TaskError;
 use r3_telemetry::error::TelemetryError;
 use r3_train::error::TrainError;
@@ -35,8 +37,10 @@ pub enum RunError {
     RingTooSmall { ring_bytes: u64, needed_bytes: u64 },
     #[error("the KV cache needs {kv_bytes} bytes of memory, but {available_bytes} are available")]
     KvTooLarge { kv_bytes: u64, available_bytes: u64 },
-    #[error("{} holds the checkpoints of an earlier run", path.display())]
+    #[error("{} holds an earlier run", path.display())]
     OutTaken { path: PathBuf },
+    #[error("another process runs in {}", path.display())]
+    OutBusy { path: PathBuf },
     #[error("{} holds weights already", path.display())]
     WeightsThere { path: PathBuf },
     #[error("{} starts from {}, which --overwrite would remove", path.display(), model.display())]
@@ -46,7 +50,7 @@ pub enum RunError {
     #[error("the checkpoint was written with `{key}: {then}`, but the recipe now says {now}")]
     RecipeChanged { key: String, then: String, now: String },
     #[error("cannot use {}", path.display())]
-    Io { path: PathBuf, source: std::io::Error },
+    Io { path: PathBuf, source: io::Error },
     #[error("{} is not the run state r3 wrote", path.display())]
     RunState { path: PathBuf, source: serde_json::Error },
     #[error("the rollout worker got nothing done for {waited:.0?}")]
@@ -55,6 +59,10 @@ pub enum RunError {
     WorkerGone,
     #[error("no group of {n_groups} had rewards that differ, in {batches} batches of prompts")]
     NoSignal { n_groups: usize, batches: usize },
+    #[error(
+        "rollouts of group {group} carry routes of layers {found:?}, but the model's MoE layers are {expected:?}"
+    )]
+    ForeignLayers { group: u64, found: Vec<u32>, expected: Vec<u32> },
     #[error("rollout of group {group} is {staleness} steps old, but the recipe allows {max_staleness}")]
     Stale { group: u64, staleness: u64, max_staleness: u64 },
     #[error("interrupted; step {step} is finished and saved")]
@@ -101,6 +109,9 @@ impl RunError {
                     .into()
             }
             Self::WeightsThere { .. } => "choose another directory, or remove that one first".into(),
+            Self::OutBusy { .. } => {
+                "wait for it, stop it, or choose another directory with --set run.out=DIR".into()
+            }
             Self::ModelOverwritten { .. } => "write to another directory with --set run.out=DIR".into(),
             Self::NothingToResume { .. } => "start the run without --resume".into(),
             Self::RecipeChanged { key, then, .. } => {
@@ -115,7 +126,9 @@ impl RunError {
             Self::Stalled { .. } => {
                 "a reward may never return, or the machine is too slow for `ring.deadline_s`".into()
             }
-            Self::WorkerGone | Self::Stale { .. } => "this is a bug in r3; please report it".into(),
+            Self::WorkerGone | Self::Stale { .. } | Self::ForeignLayers { .. } => {
+                "this is a bug in r3; please report it".into()
+            }
             Self::NoSignal { .. } => {
                 "the task is too hard or too easy for this policy: change the task, raise \
                  `rollout.group_size`, or warm-start the policy with `r3 sft`"
@@ -134,19 +147,26 @@ impl RunError {
             | Self::Task(_)
             | Self::RingTooSmall { .. }
             | Self::OutTaken { .. }
+            | Self::OutBusy { .. }
             | Self::WeightsThere { .. }
             | Self::ModelOverwritten { .. }
             | Self::NothingToResume { .. }
             | Self::RecipeChanged { .. }
-            | Self::Io { .. }
             | Self::RunState { .. } => ExitClass::Usage,
+            Self::Io { source, .. } => io_class(source),
             Self::Model(error) => model_class(error),
             Self::Engine(error) => match error {
                 EngineError::Model(error) => model_class(error),
-                EngineError::Audit { .. } | EngineError::Busy { .. } => ExitClass::Bug,
+                EngineError::Audit { .. }
+                | EngineError::Busy { .. }
+                | EngineError::Scheduler(SchedulerError::Busy { .. } | SchedulerError::StaleEpoch { .. }) => {
+                    ExitClass::Bug
+                }
                 _ => ExitClass::Usage,
             },
-            Self::Ring(RingError::FrameTooLarge { .. }) => ExitClass::Usage,
+            Self::Ring(RingError::FrameTooLarge { .. }) | Self::Telemetry(TelemetryError::Corrupt { .. }) => {
+                ExitClass::Usage
+            }
             Self::KvTooLarge { .. } | Self::Ring(_) | Self::Telemetry(_) | Self::Stalled { .. } => {
                 ExitClass::Machine
             }
@@ -158,7 +178,9 @@ impl RunError {
                 _ => ExitClass::Bug,
             },
             Self::NoSignal { .. } => ExitClass::Diverged,
-            Self::Frame(_) | Self::WorkerGone | Self::Stale { .. } => ExitClass::Bug,
+            Self::Frame(_) | Self::WorkerGone | Self::Stale { .. } | Self::ForeignLayers { .. } => {
+                ExitClass::Bug
+            }
             Self::Interrupted { .. } | Self::Discarded { .. } => ExitClass::Interrupted,
         }
     }
@@ -172,8 +194,132 @@ fn model_class(error: &ModelError) -> ExitClass {
     }
 }
 
+/// A path that is wrong is its author's to change; room, memory and threads are the machine's.
+fn io_class(error: &io::Error) -> ExitClass {
+    match error.kind() {
+        ErrorKind::StorageFull
+        | ErrorKind::QuotaExceeded
+        | ErrorKind::ReadOnlyFilesystem
+        | ErrorKind::OutOfMemory
+        | ErrorKind::WouldBlock => ExitClass::Machine,
+        _ => ExitClass::Usage,
+    }
+}
+
 /// Attaches a path to an I/O error.
-pub(crate) fn io_at(path: &std::path::Path) -> impl FnOnce(std::io::Error) -> RunError {
+pub(crate) fn io_at(path: &Path) -> impl FnOnce(io::Error) -> RunError {
     let path = path.to_path_buf();
     move |source| RunError::Io { path, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use r3_core::ids::PolicyVersion;
+    use r3_recipe::recipe::Recipe;
+    use r3_train::error::Damage;
+
+    use super::*;
+
+    fn path() -> PathBuf {
+        "a/file".into()
+    }
+
+    fn failed(kind: ErrorKind) -> io::Error {
+        kind.into()
+    }
+
+    fn json() -> serde_json::Error {
+        serde_json::from_str::<u8>("{").unwrap_err()
+    }
+
+    /// Errors of the run's own, by class.
+    fn own() -> Vec<(ExitClass, RunError)> {
+        let (waited, io) =
+            (Duration::from_secs(1), |kind| RunError::Io { path: path(), source: failed(kind) });
+        let changed = RunError::RecipeChanged { key: "k".into(), then: "1".into(), now: "2".into() };
+        vec![
+            (ExitClass::Usage, RunError::RingTooSmall { ring_bytes: 1, needed_bytes: 2 }),
+            (ExitClass::Machine, RunError::KvTooLarge { kv_bytes: 2, available_bytes: 1 }),
+            (ExitClass::Usage, RunError::OutTaken { path: path() }),
+            (ExitClass::Usage, RunError::OutBusy { path: path() }),
+            (ExitClass::Usage, RunError::WeightsThere { path: path() }),
+            (ExitClass::Usage, RunError::ModelOverwritten { model: path(), path: path() }),
+            (ExitClass::Usage, RunError::NothingToResume { path: path() }),
+            (ExitClass::Usage, changed),
+            (ExitClass::Usage, io(ErrorKind::NotFound)),
+            (ExitClass::Usage, io(ErrorKind::PermissionDenied)),
+            (ExitClass::Machine, io(ErrorKind::StorageFull)),
+            (ExitClass::Machine, io(ErrorKind::WouldBlock)),
+            (ExitClass::Usage, RunError::RunState { path: path(), source: json() }),
+            (ExitClass::Machine, RunError::Stalled { waited }),
+            (ExitClass::Bug, RunError::WorkerGone),
+            (ExitClass::Diverged, RunError::NoSignal { n_groups: 1, batches: 1 }),
+            (ExitClass::Bug, RunError::ForeignLayers { group: 1, found: vec![0], expected: vec![1] }),
+            (ExitClass::Bug, RunError::Stale { group: 1, staleness: 2, max_staleness: 1 }),
+            (ExitClass::Interrupted, RunError::Interrupted { step: 1 }),
+            (ExitClass::Interrupted, RunError::Discarded { step: 1 }),
+        ]
+    }
+
+    /// Errors of the crates below, by class.
+    fn inner() -> Vec<(ExitClass, RunError)> {
+        let name = || "t".to_owned();
+        let frame_too_large = RingError::FrameTooLarge { frame_bytes: 2, ring_bytes: 1 };
+        let addr = ([127, 0, 0, 1], 9464).into();
+        let listen = TelemetryError::Listen { addr, source: failed(ErrorKind::AddrInUse) };
+        let corrupt = TelemetryError::Corrupt { path: path(), line: 3, source: json() };
+        let missing = || ModelError::NoWeights { dir: path() };
+        let unwritten = || ModelError::Write { path: path(), source: failed(ErrorKind::StorageFull) };
+        let busy = SchedulerError::Busy { n_running: 1 };
+        let saved =
+            TrainError::Write { path: path(), needed_bytes: 1, source: failed(ErrorKind::StorageFull) };
+        let diverged = TrainError::NonFinite { tensor: name(), version: PolicyVersion(1) };
+        let damaged = TrainError::Damaged { path: path(), source: Damage::Checksum };
+        vec![
+            (ExitClass::Usage, Recipe::parse("", "empty.yaml").unwrap_err().into()),
+            (ExitClass::Usage, TaskError::AssistantLast.into()),
+            (ExitClass::Usage, missing().into()),
+            (ExitClass::Machine, unwritten().into()),
+            (ExitClass::Bug, ModelError::NoSuchTensor { name: name() }.into()),
+            (ExitClass::Usage, EngineError::from(missing()).into()),
+            (ExitClass::Machine, EngineError::from(unwritten()).into()),
+            (ExitClass::Usage, EngineError::TooLong { tokens: 2, max_positions: 1 }.into()),
+            (ExitClass::Bug, EngineError::Audit { tensors: 2, differing: 1, first: name() }.into()),
+            (ExitClass::Bug, EngineError::Busy { sequences: 1 }.into()),
+            (ExitClass::Bug, EngineError::from(busy).into()),
+            (ExitClass::Usage, frame_too_large.into()),
+            (ExitClass::Machine, RingError::NoRoom { needed_bytes: 2, available_bytes: 1 }.into()),
+            (ExitClass::Bug, FrameError::NotAFrame { magic: 0 }.into()),
+            (ExitClass::Diverged, diverged.into()),
+            (ExitClass::Machine, saved.into()),
+            (ExitClass::Usage, damaged.into()),
+            (ExitClass::Usage, TrainError::from(missing()).into()),
+            (ExitClass::Bug, TrainError::MissingGradient { tensor: name() }.into()),
+            (ExitClass::Machine, listen.into()),
+            (ExitClass::Usage, corrupt.into()),
+        ]
+    }
+
+    #[test]
+    fn every_error_ends_the_process_with_its_class_and_says_what_to_do() {
+        for (class, error) in own().into_iter().chain(inner()) {
+            assert_eq!(error.exit_class(), class, "{error:?}");
+            assert!(!error.hint().is_empty() && !error.hint().ends_with('.'), "{error:?}");
+            assert!(!error.to_string().ends_with('.'), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_numbers_of_the_classes_are_the_documented_ones() {
+        let classes = [
+            (ExitClass::Bug, 1),
+            (ExitClass::Usage, 2),
+            (ExitClass::Machine, 3),
+            (ExitClass::Diverged, 4),
+            (ExitClass::Interrupted, 130),
+        ];
+        for (class, code) in classes {
+            assert_eq!(class as u8, code);
+        }
+    }
 }

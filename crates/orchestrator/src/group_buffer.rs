@@ -112,6 +112,22 @@ impl GroupBuffer {
     }
 }
 
+/// Refuses routes of other layers than the model's MoE layers: replayed, they would be other layers' experts.
+///
+/// # Errors
+/// The first such rollout.
+pub fn check_layers(frames: &[Frame<'_>], layer_ids: &[u32]) -> Result<(), RunError> {
+    let foreign = |frame: &&Frame<'_>| frame.rollout().routes.is_some() && frame.layer_ids() != layer_ids;
+    match frames.iter().find(foreign) {
+        None => Ok(()),
+        Some(frame) => Err(RunError::ForeignLayers {
+            group: frame.rollout().group.0,
+            found: frame.layer_ids().to_vec(),
+            expected: layer_ids.to_vec(),
+        }),
+    }
+}
+
 /// Sorts decoded frames into groups, and refuses those that are staler than `max_staleness`.
 ///
 /// # Errors
@@ -135,4 +151,122 @@ pub fn groups<'a>(
         });
     }
     Ok(groups.into_iter().map(|(id, samples)| Group { id, samples }).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use r3_core::ids::TokenId;
+    use r3_core::rollout::{FinishReason, Reward, RolloutView};
+    use r3_core::routes::{RouteDims, RouteView};
+    use r3_ring::frame::{FrameMeta, encode, frame_bytes};
+    use r3_ring::ring::Ring;
+
+    use super::*;
+
+    /// A buffer that holds one frame for each `(group, index, reward)`, sampled by `version`.
+    fn buffer(rollouts: &[(u64, u32, Reward)], version: u64) -> GroupBuffer {
+        let (mut writer, mut reader) = Ring::create(1 << 16).unwrap();
+        let mut held = Vec::new();
+        for &(group, index, reward) in rollouts {
+            let rollout = RolloutView {
+                group: GroupId(group),
+                index,
+                tokens: &[TokenId(1), TokenId(2)],
+                prompt_tokens: 1,
+                rollout_logprobs: &[-0.5],
+                versions: &[PolicyVersion(version)],
+                routes: None,
+                finish: FinishReason::Stop,
+                cached_tokens: 0,
+            };
+            let meta = FrameMeta { layer_ids: &[], weight_epoch: 1, model_hash: 2, reward, mask: None };
+            let mut frame = writer.reserve(frame_bytes(&rollout), Duration::ZERO).unwrap();
+            encode(&rollout, &meta, &mut frame);
+            frame.commit();
+            held.push(reader.next(Duration::ZERO).unwrap());
+        }
+        GroupBuffer { reader, held }
+    }
+
+    fn ids(buffer: &GroupBuffer) -> Vec<(u64, u32)> {
+        let frames = buffer.frames().unwrap();
+        frames.iter().map(|frame| (frame.rollout().group.0, frame.rollout().index)).collect()
+    }
+
+    #[test]
+    fn routes_of_other_layers_are_refused() {
+        let dims = RouteDims { n_layers: 2, top_k: 1, n_experts: 4 };
+        let rollout = RolloutView {
+            group: GroupId(3),
+            index: 0,
+            tokens: &[TokenId(1), TokenId(2)],
+            prompt_tokens: 1,
+            rollout_logprobs: &[-0.5],
+            versions: &[PolicyVersion(0)],
+            routes: Some(RouteView::new(dims, &[0, 3]).unwrap()),
+            finish: FinishReason::Stop,
+            cached_tokens: 0,
+        };
+        let reward = Reward::Score(1.0);
+        let meta = FrameMeta { layer_ids: &[1, 2], weight_epoch: 1, model_hash: 2, reward, mask: None };
+        let (mut writer, mut reader) = Ring::create(1 << 16).unwrap();
+        let mut reserved = writer.reserve(frame_bytes(&rollout), Duration::ZERO).unwrap();
+        encode(&rollout, &meta, &mut reserved);
+        reserved.commit();
+        let id = reader.next(Duration::ZERO).unwrap();
+        let frame = [Frame::decode(reader.bytes(id)).unwrap()];
+        check_layers(&frame, &[1, 2]).unwrap();
+        let error = check_layers(&frame, &[0, 1]).unwrap_err();
+        assert!(matches!(error, RunError::ForeignLayers { group: 3, .. }), "{error}");
+    }
+
+    #[test]
+    fn groups_without_a_signal_go_back_and_the_others_keep_their_order() {
+        let score = Reward::Score;
+        let mut buffer = buffer(
+            &[
+                (3, 1, score(1.0)),
+                (1, 0, score(0.5)),
+                (2, 0, score(1.0)),
+                (3, 0, score(0.0)),
+                (1, 1, score(0.5)),
+                (2, 1, Reward::Failed),
+                (0, 0, score(0.0)),
+                (0, 1, score(1.0)),
+            ],
+            0,
+        );
+        assert_eq!(buffer.n_groups(2), 4);
+        assert_eq!(buffer.drop_equal().unwrap(), 2, "one is equal, one has a single valid reward");
+        assert_eq!(ids(&buffer), [(3, 1), (3, 0), (0, 0), (0, 1)]);
+        assert_eq!((buffer.n_groups(2), buffer.reader.held_frames()), (2, 4));
+        assert_eq!(buffer.drop_equal().unwrap(), 0);
+        buffer.release();
+        assert_eq!((buffer.n_groups(2), buffer.reader.held_frames(), buffer.used_bytes()), (0, 0, 0));
+    }
+
+    #[test]
+    fn frames_become_groups_by_id_with_their_rewards() {
+        let score = Reward::Score;
+        let buffer = buffer(&[(9, 1, score(1.0)), (4, 0, Reward::Failed), (9, 0, score(0.25))], 7);
+        let frames = buffer.frames().unwrap();
+        let groups = groups(&frames, PolicyVersion(7), 0).unwrap();
+        let found: Vec<_> = groups
+            .iter()
+            .map(|group| {
+                let samples = group.samples.iter().map(|sample| (sample.rollout.index, sample.reward));
+                (group.id.0, samples.collect::<Vec<_>>())
+            })
+            .collect();
+        assert_eq!(found, [(4, vec![(0, Reward::Failed)]), (9, vec![(1, score(1.0)), (0, score(0.25))])]);
+    }
+
+    #[test]
+    fn a_rollout_is_refused_one_step_past_the_bound() {
+        let buffer = buffer(&[(5, 0, Reward::Failed)], 10);
+        let frames = buffer.frames().unwrap();
+        assert!(groups(&frames, PolicyVersion(12), 2).is_ok());
+        let error = groups(&frames, PolicyVersion(13), 2).map(|_| ()).unwrap_err();
+        assert!(matches!(error, RunError::Stale { group: 5, staleness: 3, max_staleness: 2 }), "{error}");
+    }
 }

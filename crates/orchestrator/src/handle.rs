@@ -1,5 +1,6 @@
 //! The trainer's end of the rollout worker: commands out, replies in, and no wait without a bound.
 
+use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -33,7 +34,7 @@ pub(crate) enum Reply {
     Refitted(RefitReport),
 }
 
-/// Counts what the worker gets done. A worker whose count stands still for the deadline is stuck: in a reward that
+/// Counts what the worker gets done: ticks, answers, tensors. A worker whose count stands still for the deadline is stuck: in a reward that
 /// never returns, say.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Pulse {
@@ -41,7 +42,7 @@ pub(crate) struct Pulse {
 }
 
 impl Pulse {
-    /// One more tick, rollout or tensor is done.
+    /// One more is done.
     pub(crate) fn beat(&self) {
         self.beats.fetch_add(1, Ordering::Relaxed); // A count to look at; it orders nothing.
     }
@@ -51,7 +52,10 @@ impl Pulse {
     }
 }
 
-/// The worker's commands, replies and pulse. Dropping it lets the worker finish.
+/// The worker's commands, replies and pulse. Dropping it lets the worker finish, within the deadline.
+///
+/// Should the worker panic, whoever waits for it panics with the same payload. The panic hook has then run once, on
+/// the worker's thread, and does not run again.
 pub struct WorkerHandle {
     commands: Option<Sender<Command>>,
     replies: Receiver<Result<Reply, RunError>>,
@@ -132,7 +136,15 @@ impl WorkerHandle {
     fn send(&mut self, command: Command) -> Result<(), RunError> {
         self.last = (self.pulse.count(), Instant::now());
         let commands = self.commands.as_ref().expect("commands are only closed on drop");
-        commands.send(command).map_err(|_| RunError::WorkerGone)
+        commands.send(command).map_err(|_| self.gone())
+    }
+
+    /// Why there is no worker any more: its panic goes on here.
+    fn gone(&mut self) -> RunError {
+        match self.thread.take().map(JoinHandle::join) {
+            Some(Err(panic)) => resume_unwind(panic),
+            _ => RunError::WorkerGone,
+        }
     }
 
     fn reply(&mut self) -> Result<Reply, RunError> {
@@ -147,7 +159,7 @@ impl WorkerHandle {
     fn look(&mut self, wait: Duration) -> Result<Option<Reply>, RunError> {
         match self.replies.recv_timeout(wait) {
             Ok(reply) => return reply.map(Some),
-            Err(RecvTimeoutError::Disconnected) => return Err(RunError::WorkerGone),
+            Err(RecvTimeoutError::Disconnected) => return Err(self.gone()),
             Err(RecvTimeoutError::Timeout) => {}
         }
         let beats = self.pulse.count();
@@ -166,8 +178,119 @@ impl WorkerHandle {
 impl Drop for WorkerHandle {
     fn drop(&mut self) {
         self.commands = None;
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join(); // Its panic has been printed, and reported as `WorkerGone`.
+        let Some(thread) = self.thread.take() else { return };
+        loop {
+            match self.replies.recv_timeout(self.deadline) {
+                Ok(_) => {}
+                Err(RecvTimeoutError::Disconnected) => {
+                    let _ = thread.join(); // Whoever drops the handle is beyond caring how the worker ended.
+                    return;
+                }
+                Err(RecvTimeoutError::Timeout) => return, // As in `look`.
+            }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::sync::Mutex;
+
+    use r3_model::autograd::Policy;
+    use r3_model::init::FreshWeights;
+    use r3_model::source::canonical_tensors;
+    use r3_tasks::dataset::Problem;
+    use r3_tasks::reward::{ExactMatch, Reward};
+
+    use super::*;
+    use crate::fixtures::{bar, model, prompt, worker_parts};
+
+    const DEADLINE: Duration = Duration::from_millis(300);
+
+    /// Never returns while the other end of its channel is held.
+    struct Stuck(Mutex<Receiver<()>>);
+
+    impl Reward for Stuck {
+        fn name(&self) -> &str {
+            "stuck"
+        }
+
+        fn score(&self, _: &Problem, _: &str, _: bool) -> f32 {
+            let _ = self.0.lock().unwrap().recv();
+            0.0
+        }
+    }
+
+    /// A worker whose reward returns once the sender is dropped.
+    fn stuck() -> (WorkerHandle, Sender<()>) {
+        let (release, held) = channel();
+        let (parts, _) = worker_parts(Arc::new(Stuck(Mutex::new(held))), DEADLINE);
+        let mut worker = WorkerHandle::spawn(parts).unwrap();
+        worker.sample(vec![prompt(0)], bar()).unwrap();
+        (worker, release)
+    }
+
+    /// How sampling ends.
+    fn outcome(worker: &mut WorkerHandle) -> Result<SampleStats, RunError> {
+        loop {
+            if let Some(stats) = worker.sampled(LOOK)? {
+                return Ok(stats);
+            }
+        }
+    }
+
+    #[test]
+    fn a_reward_that_never_returns_stalls_the_run_and_is_not_waited_for() {
+        let (mut worker, release) = stuck();
+        match outcome(&mut worker) {
+            Err(RunError::Stalled { waited }) => assert!(waited > DEADLINE),
+            other => panic!("{other:?}"),
+        }
+        drop(worker);
+        drop(release);
+    }
+
+    #[test]
+    fn a_handle_is_dropped_within_the_deadline_though_its_worker_is_stuck() {
+        let (worker, release) = stuck();
+        let (dropped, done) = channel();
+        let dropper = thread::spawn(move || {
+            drop(worker);
+            dropped.send(()).unwrap();
+        });
+        done.recv_timeout(Duration::from_secs(60)).expect("the drop returns while the reward does not");
+        dropper.join().unwrap();
+        drop(release);
+    }
+
+    #[test]
+    fn a_panic_of_the_worker_goes_on_where_it_is_waited_for() {
+        let (parts, _ring) = worker_parts(Arc::new(ExactMatch), Duration::from_secs(60));
+        let mut worker = WorkerHandle::spawn(parts).unwrap();
+        worker.sample(vec![prompt(usize::MAX)], bar()).unwrap();
+        let panic = catch_unwind(AssertUnwindSafe(|| outcome(&mut worker))).expect_err("no such problem");
+        let message = panic.downcast_ref::<String>().unwrap();
+        assert!(message.starts_with("index out of bounds"), "{message}");
+        assert!(matches!(worker.sample(Vec::new(), bar()), Err(RunError::WorkerGone)));
+    }
+
+    #[test]
+    fn the_error_of_the_worker_is_the_error_of_the_wait() {
+        let (parts, ring) = worker_parts(Arc::new(ExactMatch), Duration::from_secs(60));
+        let mut worker = WorkerHandle::spawn(parts).unwrap();
+        drop(ring);
+        worker.sample(vec![prompt(0)], bar()).unwrap();
+        assert!(matches!(outcome(&mut worker), Err(RunError::Ring(_))));
+    }
+
+    #[test]
+    fn every_tensor_of_a_refit_is_a_beat() {
+        let (parts, _ring) = worker_parts(Arc::new(ExactMatch), Duration::from_secs(60));
+        let mut worker = WorkerHandle::spawn(parts).unwrap();
+        let policy = Policy::load(&FreshWeights::new(&model(), 2), &model()).unwrap();
+        let report = worker.refit(policy.shared_weights(), PolicyVersion(1)).unwrap();
+        assert_eq!(report.version, PolicyVersion(1));
+        assert!(worker.pulse.count() >= canonical_tensors(&model()).len() as u64);
     }
 }

@@ -7,12 +7,15 @@
 pub mod compare;
 pub mod error;
 pub mod eval;
+#[cfg(test)]
+mod fixtures;
 pub mod group_buffer;
 pub mod handle;
 pub mod model_dir;
 pub mod prompts;
 pub mod record;
 pub mod run;
+mod run_dir;
 pub mod run_state;
 pub mod score;
 pub mod setup;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use r3_kernels::gemm::Dtype;
 use r3_model::checkpoint::Checkpoint;
 use r3_model::config::ModelConfig;
-use r3_model::export::{copy_companions, write_weights};
+use r3_model::export::{Companions, write_weights};
 use r3_model::init::FreshWeights;
 use r3_model::source::TensorSource;
 use r3_train::checkpoint::Checkpoints;
@@ -51,7 +51,7 @@ pub fn create(config: &Path, out: &Path, seed: u64, dtype: Dtype) -> Result<Writ
     let path = if config.is_dir() { config.join("config.json") } else { config.to_path_buf() };
     let model = ModelConfig::read(&path)?;
     let companions = path.parent().unwrap_or(Path::new(""));
-    write(out, companions, (&model, &FreshWeights::new(&model, seed)), dtype)
+    write_new(out, companions, (&model, &FreshWeights::new(&model, seed)), dtype)
 }
 
 /// Copies the model of `checkpoint`, as [`open`] finds it, in a format that `transformers` loads.
@@ -61,21 +61,44 @@ pub fn create(config: &Path, out: &Path, seed: u64, dtype: Dtype) -> Result<Writ
 pub fn export(checkpoint: &Path, out: &Path, dtype: Dtype) -> Result<Written, RunError> {
     let dir = resolve(checkpoint)?;
     let model = Checkpoint::open(&dir)?;
-    write(out, &dir, (model.config(), &model), dtype)
+    write_new(out, &dir, (model.config(), &model), dtype)
 }
 
-/// Where files wait, inside the directory they are for, until all are there.
-const UNFINISHED: &str = ".unfinished";
-
-fn write(
+fn write_new(
     out: &Path,
     companions: &Path,
     (model, weights): (&ModelConfig, &dyn TensorSource),
     dtype: Dtype,
 ) -> Result<Written, RunError> {
-    if ["model.safetensors", "model.safetensors.index.json"].iter().any(|name| out.join(name).exists()) {
+    if has_weights(out) {
         return Err(RunError::WeightsThere { path: out.to_path_buf() });
     }
+    write(out, &[companions], (model, weights), dtype)?;
+    Ok(Written { parameters: model.n_parameters(), dtype })
+}
+
+/// Whether `dir` holds weights, in one file or in shards.
+pub(crate) fn has_weights(dir: &Path) -> bool {
+    ["model.safetensors", INDEX].iter().any(|name| dir.join(name).exists())
+}
+
+/// Says which shard holds which tensor.
+const INDEX: &str = "model.safetensors.index.json";
+
+/// Where files wait, inside the directory they are for, until all are there.
+const UNFINISHED: &str = ".unfinished";
+
+/// Writes a model into `out`, over the files of the one that may be there: tokenizer files from `companions`, of which a
+/// later directory's win, then config and weights.
+///
+/// # Errors
+/// If a tensor cannot be read or a file cannot be written. What was in `out` is whole then, unless moving failed.
+pub(crate) fn write(
+    out: &Path,
+    companions: &[&Path],
+    (model, weights): (&ModelConfig, &dyn TensorSource),
+    dtype: Dtype,
+) -> Result<(), RunError> {
     fs::create_dir_all(out).map_err(io_at(out))?;
     let staged = out.join(UNFINISHED);
     let written = stage(&staged, companions, (model, weights), dtype).and_then(|()| publish(&staged, out));
@@ -85,12 +108,12 @@ fn write(
         let _ = fs::remove_dir(out);
         return Err(error);
     }
-    Ok(Written { parameters: model.n_parameters(), dtype })
+    Ok(())
 }
 
 fn stage(
     staged: &Path,
-    companions: &Path,
+    companions: &[&Path],
     (model, weights): (&ModelConfig, &dyn TensorSource),
     dtype: Dtype,
 ) -> Result<(), RunError> {
@@ -98,18 +121,38 @@ fn stage(
         fs::remove_dir_all(staged).map_err(io_at(staged))?;
     }
     fs::create_dir(staged).map_err(io_at(staged))?;
-    copy_companions(companions, staged)?;
+    let mut held = Companions::default();
+    companions.iter().try_for_each(|dir| held.add(dir))?;
+    held.write(staged)?;
     write_weights(staged, model, weights, dtype)?;
     Ok(())
 }
 
 fn publish(staged: &Path, out: &Path) -> Result<(), RunError> {
+    remove_shards(out)?;
     for entry in fs::read_dir(staged).map_err(io_at(staged))? {
         let entry = entry.map_err(io_at(staged))?;
         let target = out.join(entry.file_name());
         fs::rename(entry.path(), &target).map_err(io_at(&target))?;
     }
     fs::remove_dir(staged).map_err(io_at(staged))
+}
+
+/// Removes the index and the shards of weights that are replaced: whoever followed the index would load those.
+fn remove_shards(out: &Path) -> Result<(), RunError> {
+    let index = out.join(INDEX);
+    if !index.exists() {
+        return Ok(());
+    }
+    fs::remove_file(&index).map_err(io_at(&index))?;
+    for entry in fs::read_dir(out).map_err(io_at(out))? {
+        let entry = entry.map_err(io_at(out))?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.starts_with("model-") && name.contains("-of-") && name.ends_with(".safetensors") {
+            fs::remove_file(entry.path()).map_err(io_at(&entry.path()))?;
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -162,6 +205,20 @@ mod tests {
         assert_eq!(names(dir.path()), ["config.json", "model.safetensors", "tokenizer.json"]);
         let tokenizer = fs::read(dir.path().join("tokenizer.json")).unwrap();
         assert_eq!(tokenizer, fs::read(assets().join("tokenizer.json")).unwrap());
+    }
+
+    #[test]
+    fn weights_written_over_shards_leave_none_of_them() {
+        let (dir, assets) = (tempfile::tempdir().unwrap(), assets());
+        let mixed = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/mixed");
+        for entry in fs::read_dir(&mixed).unwrap().map(Result::unwrap) {
+            fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
+        }
+        let model = Checkpoint::open(&assets).unwrap();
+        write(dir.path(), &[&assets], (model.config(), &model), Dtype::Bf16).unwrap();
+        let left = names(dir.path()).into_iter().filter(|name| name.contains("safetensors"));
+        assert_eq!(left.collect::<Vec<_>>(), ["model.safetensors", "reference.safetensors"]);
+        assert_eq!(Checkpoint::open(dir.path()).unwrap().config().n_layers, model.config().n_layers);
     }
 
     #[test]

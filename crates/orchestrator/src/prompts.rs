@@ -52,3 +52,44 @@ impl Prompts {
         Ok(prompts)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixtures::{dataset, tokenizer};
+
+    fn prompts(seed: u64, cursor: u64) -> Prompts {
+        Prompts::new(Arc::new(dataset()), Arc::new(tokenizer()), seed, cursor).unwrap()
+    }
+
+    #[test]
+    fn a_stream_goes_on_at_its_cursor_through_every_epoch() {
+        let whole = prompts(3, 0).take(13).unwrap();
+        for cursor in 0..13 {
+            let mut resumed = prompts(3, cursor);
+            let rest = resumed.take(13 - usize::try_from(cursor).unwrap()).unwrap();
+            assert_eq!(rest, whole[13 - rest.len()..]);
+            assert_eq!(resumed.cursor(), 13);
+        }
+    }
+
+    #[test]
+    fn a_group_has_the_number_of_its_prompt_and_an_epoch_has_every_problem() {
+        let taken = prompts(3, 0).take(10).unwrap();
+        assert!(taken.iter().zip(0..).all(|(prompt, number)| prompt.group == GroupId(number)));
+        for epoch in taken.chunks(5) {
+            let mut problems: Vec<usize> = epoch.iter().map(|prompt| prompt.problem).collect();
+            problems.sort_unstable();
+            assert_eq!(problems, [0, 1, 2, 3, 4]);
+        }
+        let first = &taken[0];
+        assert_eq!(tokenizer().encode(&dataset().train[first.problem].prompt).unwrap(), first.tokens);
+        assert_ne!(taken, prompts(4, 0).take(10).unwrap());
+    }
+
+    #[test]
+    fn nothing_to_train_on_is_refused() {
+        let none = Dataset { train: Vec::new(), ..dataset() };
+        assert!(Prompts::new(Arc::new(none), Arc::new(tokenizer()), 0, 0).is_err());
+    }
+}

@@ -37,6 +37,8 @@ pub struct StepReport<'a> {
     pub timings: Timings,
     /// What routes are for in this run.
     pub routes: RoutesUse,
+    /// Groups that dynamic sampling sent back.
+    pub filtered: usize,
     /// Bytes of frames in the ring when the batch was complete.
     pub ring_used_bytes: u64,
 }
@@ -53,9 +55,9 @@ impl StepReport<'_> {
         record
     }
 
-    /// Adds the step's counts to the run's totals. `filtered` groups were sent back by dynamic sampling.
-    pub fn count(&self, exporter: &Exporter, filtered: u64) {
-        exporter.add(metrics::GROUPS_FILTERED, filtered);
+    /// Adds the step's counts to the run's totals.
+    pub fn count(&self, exporter: &Exporter) {
+        exporter.add(metrics::GROUPS_FILTERED, self.filtered as u64);
         exporter.add(metrics::PREEMPTIONS, self.sampled.preemptions);
         if self.routes == RoutesUse::Replay {
             exporter.add(metrics::ROUTE_REPLAYED_ROWS, self.stats.batch.n_inputs as u64);
@@ -106,15 +108,22 @@ impl StepReport<'_> {
     }
 
     fn set_rollouts(&self, record: &mut StepRecord) {
-        let batch = &self.stats.batch;
-        record.set(metrics::REWARD_MEAN, batch.reward_mean);
-        record.set(metrics::REWARD_STD, batch.reward_std);
-        record.set(metrics::REWARD_FAILED, batch.n_rewards_failed as f64);
-        record.set(metrics::FRAC_REWARD_ZERO_STD, batch.n_groups_equal as f64 / batch.n_groups.max(1) as f64);
-        record.set(metrics::STALENESS_MEAN, self.stats.staleness_mean);
-        record.set(metrics::STALENESS_MAX, self.stats.staleness_max as f64);
-        record.set(metrics::RESPONSE_LENGTH_MEAN, batch.response_length_mean);
-        record.set(metrics::RESPONSE_CLIP_RATIO, batch.response_length_clip_ratio);
+        let Self { stats, sampled, filtered, .. } = self;
+        let (n_rollouts, n_groups) = (sampled.n_rollouts(), stats.batch.n_groups + filtered);
+        if n_rollouts == 0 {
+            return;
+        }
+        // Of all that was sampled: the batch no longer holds the groups that dynamic sampling sent back.
+        let (mean, std) = sampled.score_moments();
+        record.set(metrics::REWARD_MEAN, mean);
+        record.set(metrics::REWARD_STD, std);
+        record.set(metrics::REWARD_FAILED, sampled.failures.len() as f64);
+        let n_equal = stats.batch.n_groups_equal + filtered;
+        record.set(metrics::FRAC_REWARD_ZERO_STD, n_equal as f64 / n_groups.max(1) as f64);
+        record.set(metrics::STALENESS_MEAN, stats.staleness_mean);
+        record.set(metrics::STALENESS_MAX, stats.staleness_max as f64);
+        record.set(metrics::RESPONSE_LENGTH_MEAN, sampled.sampled_tokens as f64 / n_rollouts as f64);
+        record.set(metrics::RESPONSE_CLIP_RATIO, sampled.n_cut as f64 / n_rollouts as f64);
     }
 
     fn set_speed(&self, record: &mut StepRecord) {
@@ -147,4 +156,131 @@ impl StepReport<'_> {
 pub fn set_evaluation(record: &mut StepRecord, dataset: &str, evaluation: Evaluation) {
     record.set_dataset(metrics::VAL_CORE_MEAN, dataset, evaluation.accuracy);
     record.set(metrics::TIMING_TESTING, evaluation.seconds);
+}
+
+#[cfg(test)]
+mod tests {
+    use r3_core::ids::PolicyVersion;
+    use r3_train::batch_stats::BatchStats;
+    use r3_train::loads::LoadStats;
+    use r3_train::mismatch::{MismatchStats, RouterDiscrepancy};
+    use r3_train::trainer::ActorStats;
+    use serde_json::Value;
+
+    use super::*;
+
+    /// A step in which nothing happened and which took no time.
+    fn nothing() -> StepStats {
+        StepStats {
+            version: PolicyVersion(4),
+            mini_steps: 0,
+            batch: BatchStats::default(),
+            mismatch: MismatchStats::default(),
+            actor: ActorStats::default(),
+            load: None,
+            staleness_mean: 0.0,
+            staleness_max: 0,
+        }
+    }
+
+    fn record(stats: &StepStats, sampled: &SampleStats) -> StepRecord {
+        let (timings, routes) = (Timings::default(), RoutesUse::Replay);
+        StepReport { step: 3, stats, sampled, timings, routes, filtered: 0, ring_used_bytes: 0 }.record()
+    }
+
+    /// The record's keys; every value has to be finite, since others are written as null.
+    fn finite_keys(record: &StepRecord) -> Vec<String> {
+        let Value::Object(values) = serde_json::to_value(record).unwrap() else {
+            panic!("a record is an object")
+        };
+        for (key, value) in &values {
+            assert!(value.is_number(), "{key} is {value}");
+        }
+        values.into_iter().map(|(key, _)| key).collect()
+    }
+
+    #[test]
+    fn a_step_without_rollouts_has_readings_of_the_machine_only() {
+        let keys = finite_keys(&record(&nothing(), &SampleStats::default()));
+        let is_the_machines = |key: &&str| key.starts_with("timing_s/") || key.ends_with("_per_second");
+        let (machine, other): (Vec<&str>, Vec<&str>) =
+            keys.iter().map(String::as_str).partition(is_the_machines);
+        assert!(machine.len() > 5);
+        let expected = [
+            "step",
+            "kv_cache_usage_perc",
+            "num_requests_running",
+            "num_requests_waiting",
+            "policy_version",
+            "prefix_cache_hit_rate",
+            "ring_used_bytes",
+        ];
+        assert_eq!(other, expected);
+    }
+
+    #[test]
+    fn every_gauge_of_a_step_is_finite_though_it_took_no_time() {
+        let stats = StepStats {
+            mini_steps: 1,
+            batch: BatchStats {
+                n_groups: 1,
+                n_groups_equal: 1,
+                n_rollouts: 2,
+                n_inputs: 9,
+                ..BatchStats::default()
+            },
+            mismatch: MismatchStats {
+                n_tokens: 5,
+                router: Some(RouterDiscrepancy::default()),
+                ..MismatchStats::default()
+            },
+            load: Some(LoadStats::default()),
+            ..nothing()
+        };
+        let sampled = SampleStats { sampled_tokens: 7, n_scored: 2, ..SampleStats::default() };
+        let step = record(&stats, &sampled);
+        let keys = finite_keys(&step);
+        assert!(keys.len() > 30, "{keys:?}");
+        assert_eq!(step.get(metrics::FRAC_REWARD_ZERO_STD), Some(1.0));
+        assert_eq!(step.get(metrics::PREFIX_CACHE_HIT_RATE), Some(0.0));
+        assert_eq!(step.get(metrics::PROBS_PEARSON), None, "it has no value where nothing varies");
+        assert_eq!(step.get(metrics::ROUTE_COVERAGE), Some(1.0));
+    }
+
+    #[test]
+    fn a_step_that_trained_nothing_still_says_what_was_sampled() {
+        let batch = BatchStats { n_groups: 2, n_groups_equal: 2, ..BatchStats::default() };
+        let sampled =
+            SampleStats { n_scored: 4, score_sum: 2.0, score_square_sum: 2.0, ..SampleStats::default() };
+        let step = record(&StepStats { batch, ..nothing() }, &sampled);
+        assert_eq!(step.get(metrics::REWARD_MEAN), Some(0.5));
+        assert!((step.get(metrics::REWARD_STD).unwrap() - (1.0_f64 / 3.0).sqrt()).abs() < 1e-12);
+        assert_eq!((step.get(metrics::PG_LOSS), step.get(metrics::K3_KL)), (None, None));
+    }
+
+    #[test]
+    fn groups_that_were_sent_back_count_among_those_without_signal() {
+        let batch = BatchStats { n_groups: 4, n_groups_equal: 0, ..BatchStats::default() };
+        let stats = StepStats { batch, ..nothing() };
+        let sampled = SampleStats { n_scored: 10, ..SampleStats::default() };
+        let (timings, routes) = (Timings::default(), RoutesUse::Replay);
+        let report = StepReport {
+            step: 1,
+            stats: &stats,
+            sampled: &sampled,
+            timings,
+            routes,
+            filtered: 12,
+            ring_used_bytes: 0,
+        };
+        assert_eq!(report.record().get(metrics::FRAC_REWARD_ZERO_STD), Some(0.75));
+    }
+
+    #[test]
+    fn an_evaluation_is_filed_under_its_dataset() {
+        let mut record = StepRecord::new(0, PolicyVersion(0));
+        set_evaluation(&mut record, "sums", Evaluation { problems: 4, accuracy: 0.75, seconds: 2.0 });
+        assert_eq!(record.get_dataset(metrics::VAL_CORE_MEAN, "sums"), Some(0.75));
+        assert_eq!(record.get(metrics::TIMING_TESTING), Some(2.0));
+    }
 }

@@ -1,20 +1,18 @@
 //! The loop. Read this first.
 
 use std::fs;
-use std::io::ErrorKind;
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
-use r3_core::ids::PolicyVersion;
 use r3_kernels::gemm::Dtype;
-use r3_model::export::{copy_companions, write_weights};
+use r3_model::export::{Companions, write_weights};
 use r3_recipe::recipe::Recipe;
 use r3_ring::ring::Ring;
 use r3_tasks::reward::{Reward, check_step};
-use r3_telemetry::progress::BarKind;
+use r3_telemetry::progress::{BarKind, Progress};
 use r3_telemetry::step_line::step_line;
 use r3_telemetry::step_record::StepRecord;
 use r3_telemetry::summary::RunSummary;
@@ -25,10 +23,11 @@ use r3_train::optimiser::AdamWConfig;
 use r3_train::trainer::Trainer;
 
 use crate::error::{RunError, io_at};
-use crate::group_buffer::{GroupBuffer, groups};
+use crate::group_buffer::{GroupBuffer, check_layers, groups};
 use crate::handle::WorkerHandle;
 use crate::prompts::Prompts;
 use crate::record::{StepReport, Timings, set_evaluation};
+use crate::run_dir::{METRICS, RECIPE, RunDir};
 use crate::run_state::RunState;
 use crate::setup::{self, TaskParts};
 use crate::shutdown::Shutdown;
@@ -71,7 +70,7 @@ pub fn run(recipe: &Recipe, options: &RunOptions) -> Result<RunOutcome, RunError
             let sampled = run.sample()?; // Prompts become rollouts, which arrive in the ring.
             let record = run.train(&sampled)?; // Groups, advantages, replayed forward, loss, optimiser.
             run.finish_step(record)?; // Metrics, evaluation, checkpoint.
-            if options.shutdown.is_requested() {
+            if options.shutdown.is_requested() && run.step < recipe.run.steps {
                 run.save()?;
                 return Err(RunError::Interrupted { step: run.step });
             }
@@ -97,7 +96,7 @@ pub(crate) fn with_deep_stack<T: Send>(
 /// Rollouts of one step, which lie in the ring.
 struct Sampled {
     stats: SampleStats,
-    filtered: u64,
+    filtered: usize,
     seconds: f64,
     began: Instant,
 }
@@ -117,8 +116,10 @@ struct Run<'a> {
     trainer: Trainer,
     telemetry: Telemetry,
     checkpoints: Checkpoints,
+    companions: Companions,
     records: Vec<StepRecord>,
     dataset_name: String,
+    _dir: RunDir,
 }
 
 impl<'a> Run<'a> {
@@ -127,10 +128,14 @@ impl<'a> Run<'a> {
         let began = Instant::now();
         let out = &recipe.run.out;
         let checkpoints = Checkpoints::new(out.clone(), recipe.run.keep_last);
-        let resumed = find_resumed(recipe, &checkpoints, options)?;
+        let dir = RunDir::lock(out)?;
+        let resumed = find_resumed(recipe, &checkpoints, &dir, options)?;
         let model_dir = resumed.as_deref().unwrap_or(&recipe.model.path);
         let config = r3_model::config::ModelConfig::load(model_dir)?;
-        let tokenizer_path = recipe.model.tokenizer_path();
+        let tokenizer_path = resumed.as_deref().unwrap_or_else(|| recipe.model.tokenizer_path());
+        let mut companions = Companions::default();
+        companions.add(model_dir)?;
+        companions.add(tokenizer_path)?;
         let task = TaskParts::load(&recipe.task, tokenizer_path, config.vocab_size, options.reward.clone())?;
         setup::check_sizes(recipe, &config, &task)?;
         let (writer, reader) = Ring::create(recipe.ring.bytes.to_usize())?;
@@ -138,16 +143,7 @@ impl<'a> Run<'a> {
         let state = resumed.as_deref().map(|dir| Ok::<_, RunError>((verify(dir)?, RunState::read(dir)?)));
         let state = state.transpose()?;
         let step = state.as_ref().map_or(0, |(trainer, _)| trainer.step);
-        if options.overwrite {
-            discard(out)?; // As late as it can be, since it cannot be undone.
-        }
-        fs::create_dir_all(out).map_err(io_at(out))?;
-        let telemetry = Telemetry::start(&TelemetryConfig {
-            listen: recipe.metrics.listen,
-            jsonl: recipe.metrics.jsonl.then(|| out.join("metrics.jsonl")),
-            resume_step: step,
-        })?;
-        let (config, policy) = setup::load_policy(model_dir, telemetry.progress())?;
+        let (config, policy) = setup::load_policy(model_dir, &Progress::stderr())?;
         let optimiser =
             AdamWConfig::of_train(&recipe.train, recipe.run.steps * recipe.train.mini_steps as u64);
         let temperature = setup::narrow(recipe.rollout.temperature);
@@ -155,8 +151,7 @@ impl<'a> Run<'a> {
         if let (Some(dir), Some((state, _))) = (&resumed, &state) {
             trainer.resume(dir, state)?;
         }
-        let version: PolicyVersion = trainer.version();
-        let engine = setup::engine(recipe, &config, &trainer.policy().shared_weights(), version)?;
+        let engine = setup::engine(recipe, &config, &trainer.policy().shared_weights(), trainer.version())?;
         let cursor = state.as_ref().map_or(0, |(_, run)| run.cursor);
         let prompts =
             Prompts::new(Arc::clone(&task.dataset), Arc::clone(&task.tokenizer), recipe.run.seed, cursor)?;
@@ -169,9 +164,19 @@ impl<'a> Run<'a> {
             dataset: task.dataset,
             tokenizer: task.tokenizer,
         })?;
-        fs::write(out.join("recipe.yaml"), recipe.to_yaml()).map_err(io_at(out))?;
+        // Nothing of an earlier run is touched before all that can be refused has been.
+        let metrics = dir.join(METRICS);
+        let telemetry = Telemetry::start(&TelemetryConfig {
+            listen: recipe.metrics.listen,
+            jsonl: recipe.metrics.jsonl.then(|| metrics.clone()),
+            resume_step: step,
+        })?;
+        if options.overwrite && !options.resume {
+            dir.discard_checkpoints()?;
+        }
+        fs::write(dir.join(RECIPE), recipe.to_yaml()).map_err(io_at(out))?;
         let records = match recipe.metrics.jsonl && resumed.is_some() {
-            true => r3_telemetry::jsonl::read(&out.join("metrics.jsonl"))?,
+            true => r3_telemetry::jsonl::read(&metrics)?,
             false => Vec::new(),
         };
         telemetry.progress().line(&watch_line(out, telemetry.addr()));
@@ -187,8 +192,10 @@ impl<'a> Run<'a> {
             trainer,
             telemetry,
             checkpoints,
+            companions,
             records,
             dataset_name: task.dataset_name,
+            _dir: dir,
         })
     }
 
@@ -210,7 +217,7 @@ impl<'a> Run<'a> {
             stats.add(self.buffer.receive(n_rollouts, &mut self.worker)?);
             check_step(stats.n_scored, &stats.failures)?;
             if max_batches > 1 {
-                filtered += self.buffer.drop_equal()? as u64;
+                filtered += self.buffer.drop_equal()?;
             }
         }
         if self.buffer.n_groups(rollout.group_size) == 0 {
@@ -225,6 +232,7 @@ impl<'a> Run<'a> {
         let start = Instant::now();
         let ring_used_bytes = self.buffer.used_bytes();
         let frames = self.buffer.frames()?;
+        check_layers(&frames, &self.trainer.policy().config().moe_layers())?;
         let groups = groups(&frames, version, recipe.train.max_staleness)?;
         let batch = Batch::pack(&groups, &recipe.algorithm, setup::limits(recipe))?;
         let bar = self.telemetry.progress().bar(BarKind::Train, batch.n_passes() as u64);
@@ -266,9 +274,10 @@ impl<'a> Run<'a> {
                 step_s,
             },
             routes: setup::routes_use(recipe),
+            filtered: sampled.filtered,
             ring_used_bytes,
         };
-        report.count(self.telemetry.exporter(), sampled.filtered);
+        report.count(self.telemetry.exporter());
         Ok(report.record())
     }
 
@@ -324,12 +333,11 @@ impl<'a> Run<'a> {
         }
         let start = Instant::now();
         let state = RunState::new(self.recipe, self.prompts.cursor());
-        let (trainer, tokenizer_path) = (&self.trainer, self.recipe.model.tokenizer_path());
+        let (trainer, companions) = (&self.trainer, &self.companions);
         let policy = trainer.policy();
         self.checkpoints.save(trainer.position(self.step), trainer.checkpoint_bytes(), |dir| {
             write_weights(dir, policy.config(), policy, Dtype::F32)?;
-            copy_companions(&self.recipe.model.path, dir)?;
-            copy_companions(tokenizer_path, dir)?;
+            companions.write(dir)?;
             trainer.write_optimiser(dir)?;
             state.write(dir).map_err(|source| r3_train::error::TrainError::Write {
                 path: dir.to_path_buf(),
@@ -357,45 +365,21 @@ fn watch_line(out: &Path, metrics: Option<SocketAddr>) -> String {
     }
 }
 
-/// Removes what an earlier run left in `out`, and nothing else.
-fn discard(out: &Path) -> Result<(), RunError> {
-    let entries = match fs::read_dir(out) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-        entries => entries.map_err(io_at(out))?,
-    };
-    for entry in entries {
-        let entry = entry.map_err(io_at(out))?;
-        let (path, name) = (entry.path(), entry.file_name());
-        if name.to_string_lossy().starts_with("step-") {
-            fs::remove_dir_all(&path).map_err(io_at(&path))?;
-        } else if name == "metrics.jsonl" || name == "recipe.yaml" {
-            fs::remove_file(&path).map_err(io_at(&path))?;
-        }
-    }
-    Ok(())
-}
-
 /// The checkpoint to continue from; refuses to mix two runs in one directory.
 fn find_resumed(
     recipe: &Recipe,
     checkpoints: &Checkpoints,
+    dir: &RunDir,
     options: &RunOptions,
-) -> Result<Option<std::path::PathBuf>, RunError> {
-    let out: &Path = &recipe.run.out;
-    let latest = checkpoints.latest()?;
-    match (latest, options.resume) {
-        (Some(dir), true) => {
-            RunState::read(&dir)?.check(recipe)?;
-            Ok(Some(dir))
-        }
-        (None, true) => Err(RunError::NothingToResume { path: out.to_path_buf() }),
-        (Some(_), false) if options.overwrite => match recipe.model.path.canonicalize() {
-            Ok(model) if out.canonicalize().is_ok_and(|out| model.starts_with(out)) => {
-                Err(RunError::ModelOverwritten { model: recipe.model.path.clone(), path: out.to_path_buf() })
-            }
-            _ => Ok(None),
-        },
-        (Some(_), false) => Err(RunError::OutTaken { path: out.to_path_buf() }),
-        (None, false) => Ok(None),
+) -> Result<Option<PathBuf>, RunError> {
+    if !options.resume {
+        dir.check_free(options.overwrite, &[&recipe.model.path, recipe.model.tokenizer_path()])?;
+        return Ok(None);
     }
+    let Some(latest) = checkpoints.latest()? else {
+        return Err(RunError::NothingToResume { path: recipe.run.out.clone() });
+    };
+    RunState::read(&latest)?.check(recipe)?;
+    dir.discard_unfinished()?;
+    Ok(Some(latest))
 }

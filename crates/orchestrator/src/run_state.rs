@@ -11,8 +11,8 @@ use crate::error::{RunError, io_at};
 
 const FILE: &str = "run_state.json";
 
-/// Keys of a recipe that a resumed run may change: they decide how fast, how long and how observed a run is, not
-/// what it learns.
+/// Sections of a recipe that a resumed run may change: they decide how fast, how long and how observed a run is, not
+/// what it learns. The checkpoint stands in for the model. Of `run`, [`RunState::check`] holds on to what matters.
 const FREE_KEYS: [&str; 6] = ["engine", "ring", "eval", "metrics", "run", "model"];
 
 /// `run_state.json` of a checkpoint.
@@ -61,7 +61,7 @@ impl RunState {
         if let Value::Object(sections) = &now {
             keys.extend(sections.keys().filter(|key| !FREE_KEYS.contains(&key.as_str())).cloned());
         }
-        keys.push("run.seed".into());
+        keys.extend(["run.seed".into(), "model.tokenizer".into()]);
         if self.recipe.pointer("/train/schedule") != Some(&Value::from("constant")) {
             keys.push("run.steps".into());
         }
@@ -97,4 +97,111 @@ fn first_difference(
     }
     let text = |value: Option<&Value>| value.map_or_else(|| "nothing".to_owned(), Value::to_string);
     Some((key.to_owned(), text(then), text(now)))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::fixtures::recipe;
+
+    /// What a run that was started with `changes` says to the recipe as it is.
+    fn resumed(changes: &[(&str, Value)]) -> Result<(), RunError> {
+        let mut state = RunState::new(&recipe(), 6);
+        for (pointer, value) in changes {
+            *state.recipe.pointer_mut(pointer).unwrap_or_else(|| panic!("no {pointer}")) = value.clone();
+        }
+        state.check(&recipe())
+    }
+
+    fn refused(changes: &[(&str, Value)]) -> (String, String, String) {
+        match resumed(changes) {
+            Err(RunError::RecipeChanged { key, then, now }) => (key, then, now),
+            other => panic!("{changes:?}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn what_decides_what_is_learnt_is_refused_by_its_dotted_key() {
+        for (pointer, then) in [
+            ("/run/seed", json!(9)),
+            ("/task/arithmetic/digits", json!(3)),
+            ("/rollout/temperature", json!(0.5)),
+            ("/rollout/groups", json!(3)),
+            ("/rollout/stop_token_ids", json!([1])),
+            ("/router_replay/mode", json!("off")),
+            ("/algorithm/dapo/clip_high", json!(0.5)),
+            ("/train/lr", json!(1.0)),
+            ("/train/schedule", json!("linear")),
+        ] {
+            let now = RunState::new(&recipe(), 0).recipe.pointer(pointer).unwrap().to_string();
+            let key = pointer[1..].replace('/', ".");
+            assert_eq!(refused(&[(pointer, then.clone())]), (key, then.to_string(), now));
+        }
+        let grpo = json!({ "grpo": { "clip": 0.2 } });
+        assert_eq!(refused(&[("/algorithm", grpo)]).0, "algorithm.grpo");
+    }
+
+    #[test]
+    fn a_key_that_came_or_went_is_refused_too() {
+        let mut state = RunState::new(&recipe(), 0);
+        state.recipe["rollout"].as_object_mut().unwrap().remove("top_p");
+        let Err(RunError::RecipeChanged { key, then, .. }) = state.check(&recipe()) else {
+            panic!("it came")
+        };
+        assert_eq!((&*key, &*then), ("rollout.top_p", "nothing"));
+        state = RunState::new(&recipe(), 0);
+        state.recipe["train"]["gone"] = json!(1);
+        let Err(RunError::RecipeChanged { key, now, .. }) = state.check(&recipe()) else { panic!("it went") };
+        assert_eq!((&*key, &*now), ("train.gone", "nothing"));
+    }
+
+    #[test]
+    fn what_decides_speed_and_sight_is_free() {
+        assert!(resumed(&[]).is_ok());
+        for (pointer, then) in [
+            ("/model/path", json!("elsewhere")),
+            ("/engine/kv_memory", json!("1GiB")),
+            ("/engine/prefix_cache", json!(false)),
+            ("/ring/deadline_s", json!(1)),
+            ("/eval/problems", json!(3)),
+            ("/metrics/jsonl", json!(false)),
+            ("/run/out", json!("elsewhere")),
+            ("/run/save_every", json!(1)),
+            ("/run/keep_last", json!(9)),
+        ] {
+            assert!(resumed(&[(pointer, then)]).is_ok(), "{pointer}");
+        }
+    }
+
+    #[test]
+    fn a_run_may_grow_longer_if_its_rate_does_not_depend_on_its_length() {
+        assert!(resumed(&[("/run/steps", json!(2))]).is_ok());
+        for schedule in ["linear", "cosine"] {
+            let mut now = recipe();
+            now.train.schedule = serde_json::from_value(json!(schedule)).unwrap();
+            let mut state = RunState::new(&now, 0);
+            assert!(state.check(&now).is_ok());
+            state.recipe["run"]["steps"] = json!(2);
+            match state.check(&now) {
+                Err(RunError::RecipeChanged { key, then, now }) => {
+                    assert_eq!((&*key, &*then, &*now), ("run.steps", "2", "4"));
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_state_reads_back_as_it_was_written_and_a_damaged_one_is_refused_by_path() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(matches!(RunState::read(dir.path()), Err(RunError::Io { .. })));
+        let state = RunState::new(&recipe(), 41);
+        state.write(dir.path()).unwrap();
+        assert_eq!(RunState::read(dir.path()).unwrap(), state);
+        fs::write(dir.path().join(FILE), "{\"cursor\": 41}").unwrap();
+        let Err(RunError::RunState { path, .. }) = RunState::read(dir.path()) else { panic!("half a state") };
+        assert_eq!(path, dir.path().join(FILE));
+    }
 }

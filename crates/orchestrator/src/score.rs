@@ -1,7 +1,7 @@
 //! `r3 score`: logprobs and routes of given tokens, on either side, free or replayed.
 
 use r3_core::ids::{PolicyVersion, TokenId};
-use r3_core::routes::{RouteDims, RouteRows, RouteView, write_ids};
+use r3_core::routes::{RouteDims, RouteError, RouteRows, RouteView, write_ids};
 use r3_engine::config::EngineConfig;
 use r3_engine::engine::Engine;
 use r3_engine::error::EngineError;
@@ -185,7 +185,7 @@ fn pack(rows: &[Vec<Vec<u16>>], dims: RouteDims) -> Result<RouteRows, EngineErro
         }
         let ids: Vec<u16> = row.concat();
         if let Some(at) = ids.iter().position(|id| usize::from(*id) >= dims.n_experts) {
-            return Err(EngineError::ReplayRoutes(r3_core::routes::RouteError::OutOfRange {
+            return Err(EngineError::ReplayRoutes(RouteError::OutOfRange {
                 row: position,
                 layer: at / dims.top_k,
                 expert: ids[at],
@@ -215,4 +215,60 @@ fn differences(replayed: RouteView<'_>, live: RouteView<'_>, layer_ids: &[u32]) 
         }
     }
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DIMS: RouteDims = RouteDims { n_layers: 2, top_k: 2, n_experts: 300 };
+
+    fn rows() -> Vec<Vec<Vec<u16>>> {
+        vec![vec![vec![0, 299], vec![7, 3]], vec![vec![5, 4], vec![1, 2]], vec![vec![8, 9], vec![298, 0]]]
+    }
+
+    #[test]
+    fn nested_rows_go_to_bytes_and_back_in_router_order() {
+        assert_eq!(unpack(pack(&rows(), DIMS).unwrap().view()), rows());
+    }
+
+    #[test]
+    fn replay_takes_rows_layer_by_layer() {
+        let packed = pack(&rows(), DIMS).unwrap();
+        assert_eq!(layer_major(packed.view()), [0, 299, 5, 4, 8, 9, 7, 3, 1, 2, 298, 0]);
+    }
+
+    #[test]
+    fn a_row_of_another_shape_is_refused_by_position() {
+        for broken in [vec![], vec![vec![1, 2]], vec![vec![1, 2], vec![3]], vec![vec![1, 2]; 3]] {
+            let mut rows = rows();
+            rows[1] = broken;
+            match pack(&rows, DIMS) {
+                Err(EngineError::ReplayShape { position: 1, layers: 2, top_k: 2 }) => {}
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn an_id_that_does_not_fit_its_bytes_is_refused_rather_than_cut() {
+        let narrow = RouteDims { n_experts: 256, ..DIMS };
+        let error = pack(&rows(), narrow).unwrap_err();
+        let EngineError::ReplayRoutes(RouteError::OutOfRange { row, layer, expert, n_experts }) = error
+        else {
+            panic!("{error}")
+        };
+        assert_eq!((row, layer, expert, n_experts), (0, 0, 299, 256));
+    }
+
+    #[test]
+    fn routes_differ_as_sets_and_name_the_models_layer() {
+        let replayed = pack(&rows(), DIMS).unwrap();
+        let mut other = rows();
+        other[0][1].reverse();
+        other[2][0] = vec![9, 1];
+        let live = pack(&other, DIMS).unwrap();
+        let expected = Difference { position: 2, layer_id: 3, replayed: vec![8, 9], live: vec![9, 1] };
+        assert_eq!(differences(replayed.view(), live.view(), &[3, 5]), [expected]);
+    }
 }

@@ -22,7 +22,7 @@ use r3_recipe::task::{Reward as RewardName, Task};
 use r3_ring::frame::max_frame_bytes;
 use r3_ring::room::available_bytes;
 use r3_tasks::arithmetic::{self, ArithmeticTask};
-use r3_tasks::dataset::Dataset;
+use r3_tasks::dataset::{Dataset, Problem};
 use r3_tasks::jsonl::{self, HeldOut, Keys};
 use r3_tasks::reward::{ExactMatch, NumericMatch, Reward};
 use r3_tasks::tokenizer::Tokenizer;
@@ -153,14 +153,8 @@ pub fn engine(
 /// # Errors
 /// The first that is too small, with both numbers.
 pub fn check_sizes(recipe: &Recipe, model: &ModelConfig, task: &TaskParts) -> Result<(), RunError> {
-    let longest = |problems: &[r3_tasks::dataset::Problem]| -> Result<usize, RunError> {
-        let mut longest = 0;
-        for problem in problems {
-            longest = longest.max(task.tokenizer.encode(&problem.prompt)?.len());
-        }
-        Ok(longest)
-    };
-    let prompt_tokens = longest(&task.dataset.train)?.max(longest(&task.dataset.held_out)?);
+    let problems = task.dataset.train.iter().chain(&task.dataset.held_out);
+    let prompt_tokens = longest_prompt(problems, &task.tokenizer)?;
     let max_new_tokens = recipe.rollout.max_new_tokens.max(recipe.eval.max_new_tokens.unwrap_or(0));
     let capture = routes_use(recipe) != RoutesUse::None;
     let config = EngineConfig::from_recipe(&recipe.engine, recipe.rollout.dtype, capture);
@@ -169,8 +163,7 @@ pub fn check_sizes(recipe: &Recipe, model: &ModelConfig, task: &TaskParts) -> Re
     let dims: Option<RouteDims> = capture.then(|| model.route_dims());
     let frame_bytes = max_frame_bytes(prompt_tokens + recipe.rollout.max_new_tokens, dims);
     let n_frames = recipe.rollout.groups * recipe.rollout.group_size * max_batches(&recipe.algorithm);
-    // A record has a header, and one that would wrap leaves the end of the ring unused.
-    let needed_bytes = (frame_bytes + RECORD_OVERHEAD).saturating_mul(n_frames + 1) as u64;
+    let needed_bytes = ring_bytes(frame_bytes, n_frames);
     if recipe.ring.bytes.0 < needed_bytes {
         return Err(RunError::RingTooSmall { ring_bytes: recipe.ring.bytes.0, needed_bytes });
     }
@@ -194,8 +187,26 @@ pub fn check_kv(
     Ok(())
 }
 
+/// Tokens of the longest prompt; 0 without any.
+pub(crate) fn longest_prompt<'a>(
+    problems: impl IntoIterator<Item = &'a Problem>,
+    tokenizer: &Tokenizer,
+) -> Result<usize, RunError> {
+    let mut longest = 0;
+    for problem in problems {
+        longest = longest.max(tokenizer.encode(&problem.prompt)?.len());
+    }
+    Ok(longest)
+}
+
 /// Bytes a frame takes in the ring beside its own: a header of one cache line and padding to another.
 const RECORD_OVERHEAD: usize = 128;
+
+/// Bytes of a ring that holds `n_frames` frames of at most `frame_bytes` bytes, wherever in it the first one starts: one
+/// that would wrap leaves the end of the ring unused.
+fn ring_bytes(frame_bytes: usize, n_frames: usize) -> u64 {
+    frame_bytes.saturating_add(RECORD_OVERHEAD).saturating_mul(n_frames.saturating_add(1)) as u64
+}
 
 /// Longest wait for the other end of the ring.
 #[must_use]
@@ -243,4 +254,104 @@ impl TensorSource for Watched<'_> {
 #[expect(clippy::cast_possible_truncation, reason = "sampling works in f32")]
 pub(crate) fn narrow(value: f64) -> f32 {
     value as f32
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::{ProptestConfig, prop, proptest};
+    use r3_recipe::bytes::Bytes;
+    use r3_ring::ring::Ring;
+
+    use super::*;
+    use crate::fixtures::{model, model_dir, recipe};
+
+    fn sums(recipe: &Recipe) -> TaskParts {
+        TaskParts::load(&recipe.task, &model_dir(), model().vocab_size, None).unwrap()
+    }
+
+    #[test]
+    fn a_ring_of_the_bytes_that_a_refusal_asks_for_is_accepted() {
+        let mut recipe = recipe();
+        let task = sums(&recipe);
+        for mode in [ReplayMode::R3, ReplayMode::Off] {
+            recipe.router_replay.mode = mode;
+            recipe.ring.bytes = Bytes(1);
+            let error = check_sizes(&recipe, &model(), &task).unwrap_err();
+            let RunError::RingTooSmall { ring_bytes: 1, needed_bytes } = error else { panic!("{error}") };
+            recipe.ring.bytes = Bytes(needed_bytes - 1);
+            assert!(check_sizes(&recipe, &model(), &task).is_err());
+            recipe.ring.bytes = Bytes(needed_bytes);
+            check_sizes(&recipe, &model(), &task).unwrap();
+        }
+    }
+
+    #[test]
+    fn dynamic_sampling_needs_room_for_every_batch() {
+        let mut recipe = recipe();
+        let task = sums(&recipe);
+        let mut needed = |max_batches: usize| {
+            let text =
+                format!("{{ \"dapo\": {{ \"dynamic_sampling\": {{ \"max_batches\": {max_batches} }} }} }}");
+            recipe.algorithm = serde_json::from_str(&text).unwrap();
+            recipe.ring.bytes = Bytes(1);
+            match check_sizes(&recipe, &model(), &task) {
+                Err(RunError::RingTooSmall { needed_bytes, .. }) => needed_bytes,
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(needed(3) * (2 * 4 + 1), needed(2) * (3 * 4 + 1));
+    }
+
+    #[test]
+    fn a_cache_larger_than_the_machine_is_refused_before_it_is_touched() {
+        let mut recipe = recipe();
+        let task = sums(&recipe);
+        recipe.engine.kv_memory = Bytes(1 << 60);
+        let error = check_sizes(&recipe, &model(), &task).unwrap_err();
+        assert!(matches!(error, RunError::KvTooLarge { kv_bytes, .. } if kv_bytes == 1 << 60), "{error}");
+    }
+
+    #[test]
+    fn one_switch_says_what_routes_are_for_on_both_sides() {
+        let mut recipe = recipe();
+        for (mode, diagnose, expected) in [
+            (ReplayMode::R3, false, RoutesUse::Replay),
+            (ReplayMode::R3, true, RoutesUse::Replay),
+            (ReplayMode::Off, true, RoutesUse::Diagnose),
+            (ReplayMode::Off, false, RoutesUse::None),
+        ] {
+            (recipe.router_replay.mode, recipe.router_replay.diagnose) = (mode, diagnose);
+            assert_eq!((routes_use(&recipe), limits(&recipe).routes), (expected, expected));
+        }
+    }
+
+    #[test]
+    fn sizes_beyond_the_address_space_are_refused_rather_than_wrapped() {
+        assert_eq!(ring_bytes(usize::MAX, 3), u64::MAX);
+        assert_eq!(ring_bytes(1 << 40, 1 << 40), u64::MAX);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn a_ring_takes_the_frames_of_every_step_without_waiting(
+            frame_bytes in 3000_usize..9000,
+            n_frames in 1_usize..6,
+            sizes in prop::collection::vec(0.0_f64..=1.0, 60)
+        ) {
+            let bytes = usize::try_from(ring_bytes(frame_bytes, n_frames)).unwrap();
+            let (mut writer, mut reader) = Ring::create(bytes).unwrap();
+            for step in sizes.chunks(n_frames) {
+                let mut held = Vec::new();
+                for share in step {
+                    // Every other frame is as long as can be.
+                    let size = if *share < 0.5 { frame_bytes } else { (frame_bytes as f64 * share) as usize };
+                    writer.reserve(size, Duration::ZERO).unwrap().commit();
+                    held.push(reader.next(Duration::ZERO).unwrap());
+                }
+                held.into_iter().for_each(|id| reader.release(id));
+            }
+        }
+    }
 }

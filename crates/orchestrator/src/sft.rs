@@ -1,6 +1,5 @@
 //! `r3 sft`: a supervised warm start on the task's own answers, written as a Hugging Face directory.
 
-use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -12,7 +11,6 @@ use r3_kernels::gemm::Dtype;
 use r3_model::autograd::Policy;
 use r3_model::checkpoint::Checkpoint;
 use r3_model::config::ModelConfig;
-use r3_model::export::{copy_companions, write_weights};
 use r3_model::init::FreshWeights;
 use r3_recipe::recipe::SftRecipe;
 use r3_recipe::rollout::{Dtype as RecipeDtype, Engine as EngineSection};
@@ -25,7 +23,8 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 
-use crate::error::{RunError, io_at};
+use crate::error::RunError;
+use crate::model_dir;
 use crate::run::with_deep_stack;
 use crate::setup::{TaskParts, load_policy};
 use crate::shutdown::Shutdown;
@@ -58,15 +57,17 @@ pub fn sft(recipe: &SftRecipe, overwrite: bool, shutdown: &Shutdown) -> Result<S
     with_deep_stack(|| {
         let began = Instant::now();
         let out = &recipe.run.out;
-        if out.join("model.safetensors").exists() && !overwrite {
+        if model_dir::has_weights(out) && !overwrite {
             return Err(RunError::OutTaken { path: out.clone() });
         }
         let progress = Progress::stderr();
-        let (config, policy, model_dir, tokenizer_path) = load_model(recipe, &progress)?;
+        let (config, policy, source_dir, tokenizer_path) = load_model(recipe, &progress)?;
         let task = TaskParts::load(&recipe.task, tokenizer_path, config.vocab_size, None)?;
         let mut trainer = SftTrainer::new(policy, &recipe.sft, MICRO_BATCH_TOKENS);
         let loss = train(recipe, &task, &mut trainer, (&progress, shutdown))?;
-        write(out, model_dir, tokenizer_path, trainer.policy())?;
+        let companions = [source_dir, tokenizer_path];
+        let policy = trainer.policy();
+        model_dir::write(out, &companions, (policy.config(), policy), Dtype::Bf16)?;
         let eval_after = evaluate(recipe, &task, &progress)?;
         Ok(SftOutcome { steps: recipe.sft.steps, seconds: began.elapsed().as_secs_f64(), loss, eval_after })
     })
@@ -155,24 +156,6 @@ impl Demonstrations<'_> {
         tokens.push(self.tokenizer.eos());
         Ok((tokens, answer_start))
     }
-}
-
-/// Writes a whole directory beside `out` and moves its files in.
-fn write(out: &Path, model_dir: &Path, tokenizer_path: &Path, policy: &Policy) -> Result<(), RunError> {
-    let staged = out.with_extension("tmp");
-    if staged.exists() {
-        fs::remove_dir_all(&staged).map_err(io_at(&staged))?;
-    }
-    fs::create_dir_all(&staged).map_err(io_at(&staged))?;
-    fs::create_dir_all(out).map_err(io_at(out))?;
-    copy_companions(model_dir, &staged)?;
-    copy_companions(tokenizer_path, &staged)?;
-    write_weights(&staged, policy.config(), policy, Dtype::Bf16)?;
-    for entry in fs::read_dir(&staged).map_err(io_at(&staged))? {
-        let entry = entry.map_err(io_at(&staged))?;
-        fs::rename(entry.path(), out.join(entry.file_name())).map_err(io_at(out))?;
-    }
-    fs::remove_dir(&staged).map_err(io_at(&staged))
 }
 
 /// Greedy accuracy, in bf16, of the weights that were written.

@@ -9,11 +9,12 @@ use r3_core::ids::{GroupId, TokenId};
 use r3_core::rollout::{FinishReason, Reward as Outcome};
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::sampler::Sampling;
-use r3_model::source::model_hash;
+use r3_model::error::ModelError;
+use r3_model::source::{TensorSource, model_hash};
 use r3_ring::frame::{FrameMeta, encode, frame_bytes};
 use r3_ring::writer::Writer;
 use r3_scheduler::request::Finished;
-use r3_tasks::dataset::{Dataset, Prompt};
+use r3_tasks::dataset::{Dataset, Problem, Prompt};
 use r3_tasks::reward::{Completion, Reward, RewardFailure, score_caught};
 use r3_tasks::tokenizer::Tokenizer;
 use r3_telemetry::progress::Bar;
@@ -77,11 +78,32 @@ pub struct SampleStats {
     pub preemptions: u64,
     /// Rollouts that were scored.
     pub n_scored: usize,
+    /// Sum of their scores.
+    pub score_sum: f64,
+    /// Sum of the squares of their scores.
+    pub score_square_sum: f64,
+    /// Rollouts cut off by their token limit.
+    pub n_cut: usize,
     /// Rollouts whose reward failed.
     pub failures: Vec<RewardFailure>,
 }
 
 impl SampleStats {
+    /// Rollouts sampled.
+    #[must_use]
+    pub fn n_rollouts(&self) -> usize {
+        self.n_scored + self.failures.len()
+    }
+
+    /// Mean and sample standard deviation of the scores; 0 where there are too few.
+    #[must_use]
+    pub fn score_moments(&self) -> (f64, f64) {
+        let n = self.n_scored as f64;
+        let mean = self.score_sum / n.max(1.0);
+        let variance = (self.score_square_sum - n * mean * mean) / (n - 1.0).max(1.0);
+        (mean, variance.max(0.0).sqrt())
+    }
+
     /// Adds what another batch of prompts took.
     pub fn add(&mut self, other: Self) {
         self.sampled_tokens += other.sampled_tokens;
@@ -94,6 +116,9 @@ impl SampleStats {
         self.max_waiting = self.max_waiting.max(other.max_waiting);
         self.preemptions += other.preemptions;
         self.n_scored += other.n_scored;
+        self.score_sum += other.score_sum;
+        self.score_square_sum += other.score_square_sum;
+        self.n_cut += other.n_cut;
         self.failures.extend(other.failures);
     }
 }
@@ -131,7 +156,8 @@ impl Worker {
                     self.evaluate(problems, max_new_tokens, &bar).map(Reply::Evaluated)
                 }
                 Command::Refit { weights, version } => {
-                    self.parts.engine.refit(&weights, version).map(Reply::Refitted).map_err(RunError::from)
+                    let source = Beating { source: &weights, pulse: &self.pulse };
+                    self.parts.engine.refit(&source, version).map(Reply::Refitted).map_err(RunError::from)
                 }
             };
             let failed = reply.is_err();
@@ -190,6 +216,8 @@ impl Worker {
         let reward = match self.score(finished)? {
             Ok(score) => {
                 stats.n_scored += 1;
+                stats.score_sum += f64::from(score);
+                stats.score_square_sum += f64::from(score).powi(2);
                 Outcome::Score(score)
             }
             Err(failure) => {
@@ -199,6 +227,7 @@ impl Worker {
             }
         };
         stats.reward_s += start.elapsed().as_secs_f64();
+        stats.n_cut += usize::from(finished.finish == FinishReason::Length);
         if finished.index == 0 {
             stats.cached_tokens += finished.cached_tokens as u64;
         }
@@ -253,10 +282,24 @@ impl Worker {
     }
 }
 
+/// Weights whose reading is felt as the worker's pulse.
+struct Beating<'a> {
+    source: &'a dyn TensorSource,
+    pulse: &'a Pulse,
+}
+
+impl TensorSource for Beating<'_> {
+    fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
+        self.source.read(name, out)?;
+        self.pulse.beat();
+        Ok(())
+    }
+}
+
 /// What is evaluated, and how.
 pub struct Held<'a> {
     /// The problems.
-    pub problems: &'a [r3_tasks::dataset::Problem],
+    pub problems: &'a [Problem],
     /// Judges the answers.
     pub reward: &'a dyn Reward,
     /// Any of these ends an answer.
@@ -306,4 +349,78 @@ pub fn greedy_accuracy(
         }
     }
     Ok(sum / held.problems.len().max(1) as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+    use crate::fixtures::{dataset, worker_parts};
+
+    #[test]
+    fn batches_add_up_and_peaks_stay_peaks() {
+        let batch = |n: usize| SampleStats {
+            sampled_tokens: n as u64,
+            prompt_tokens: n as u64,
+            cached_tokens: n as u64,
+            engine_s: n as f64,
+            reward_s: n as f64,
+            kv_usage: n as f64,
+            max_running: n,
+            max_waiting: n,
+            preemptions: n as u64,
+            n_scored: n,
+            ..SampleStats::default()
+        };
+        let mut stats = batch(3);
+        stats.add(batch(2));
+        assert_eq!((stats.sampled_tokens, stats.prompt_tokens, stats.cached_tokens), (5, 5, 5));
+        assert_eq!((stats.engine_s, stats.reward_s, stats.preemptions, stats.n_scored), (5.0, 5.0, 5, 5));
+        assert_eq!((stats.kv_usage, stats.max_running, stats.max_waiting), (3.0, 3, 3));
+    }
+
+    /// Gives its scores in turn, and remembers what it was asked about.
+    struct InTurn {
+        scores: Vec<f32>,
+        asked: Mutex<Vec<String>>,
+    }
+
+    impl Reward for InTurn {
+        fn name(&self) -> &str {
+            "in_turn"
+        }
+
+        fn score(&self, problem: &Problem, _: &str, _: bool) -> f32 {
+            let mut asked = self.asked.lock().unwrap();
+            asked.push(problem.prompt.clone());
+            self.scores[asked.len() - 1]
+        }
+    }
+
+    #[test]
+    fn accuracy_is_the_mean_over_all_problems_and_a_failed_reward_counts_nothing() {
+        let reward = Arc::new(InTurn { scores: vec![1.0, f32::NAN, 0.5, 0.0, 1.0], asked: Mutex::default() });
+        let (mut parts, _ring) = worker_parts(reward.clone(), Duration::from_secs(60));
+        let problems = dataset().train;
+        let held = Held {
+            problems: &problems,
+            reward: &*reward,
+            stop_tokens: &parts.spec.stop_tokens,
+            max_new_tokens: 2,
+        };
+        let heard = Mutex::new((0, 0));
+        let accuracy = greedy_accuracy(&mut parts.engine, &parts.tokenizer, &held, &|tokens, answers| {
+            let mut heard = heard.lock().unwrap();
+            *heard = (heard.0 + tokens, heard.1 + answers);
+        });
+        assert_eq!(accuracy.unwrap(), 2.5 / 5.0);
+        let (tokens, answers) = heard.into_inner().unwrap();
+        assert!((5..=10).contains(&tokens) && answers == 5, "{tokens} tokens, {answers} answers");
+        let mut asked = reward.asked.lock().unwrap().clone();
+        asked.sort();
+        assert_eq!(asked, problems.iter().map(|problem| problem.prompt.clone()).collect::<Vec<_>>());
+        let none = Held { problems: &[], ..held };
+        assert_eq!(greedy_accuracy(&mut parts.engine, &parts.tokenizer, &none, &|_, _| {}).unwrap(), 0.0);
+    }
 }

@@ -170,9 +170,7 @@ impl SampleFault {
     /// A broken route contract, with the model's own number of the layer that broke it.
     pub(crate) fn routes(error: RouteError, layer_ids: &[u32]) -> Self {
         let layer = match error {
-            RouteError::OutOfRange { layer, .. }
-            | RouteError::Duplicate { layer, .. }
-            | RouteError::AllZeroLayer { layer } => Some(layer),
+            RouteError::OutOfRange { layer, .. } | RouteError::Duplicate { layer, .. } => Some(layer),
             RouteError::RaggedBytes { .. } | RouteError::RowCount { .. } => None,
         };
         Self::Routes { error, layer_id: layer.and_then(|layer| layer_ids.get(layer).copied()) }

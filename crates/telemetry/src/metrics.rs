@@ -124,7 +124,7 @@ metrics! {
     Gauge TIMING_OLD_LOG_PROB = "timing_s/old_log_prob" => "r3_phase_seconds" [phase = "old_log_prob"], "s", POSITIVE,
         "Seconds of the forward that compares rollout and trainer.";
     Gauge TIMING_UPDATE_ACTOR = "timing_s/update_actor" => "r3_phase_seconds" [phase = "update_actor"], "s", POSITIVE,
-        "Seconds of forward, backward and optimiser.";
+        "Seconds of the trainer: the comparing forward (old_log_prob), then forward, backward and optimiser.";
     Gauge TIMING_UPDATE_WEIGHTS = "timing_s/update_weights" => "r3_phase_seconds" [phase = "update_weights"],
         "s", POSITIVE, "Seconds of the refit and its audit.";
     Gauge TIMING_TESTING = "timing_s/testing" => "r3_phase_seconds" [phase = "testing"], "s", POSITIVE,

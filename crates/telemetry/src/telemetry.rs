@@ -37,13 +37,14 @@ impl Telemetry {
     /// If the port is taken or the file cannot be opened and read.
     pub fn start(config: &TelemetryConfig) -> Result<Self, TelemetryError> {
         let exporter = Exporter::new();
+        // The port comes first: a second run that finds it taken must not have cut the first one's file.
+        let server = config.listen.map(|addr| Server::start(addr, exporter.clone())).transpose()?;
         let jsonl = config.jsonl.as_deref().map(|path| Jsonl::open(path, config.resume_step)).transpose()?;
         if let Some(last) = jsonl.as_ref().and_then(Jsonl::last) {
             for counter in counters() {
                 exporter.add(counter, last.total(counter).unwrap_or_default());
             }
         }
-        let server = config.listen.map(|addr| Server::start(addr, exporter.clone())).transpose()?;
         Ok(Self { exporter, server, jsonl, progress: Progress::stderr() })
     }
 
@@ -142,6 +143,20 @@ mod tests {
         resumed.record(&record(4)).unwrap();
         let totals: Vec<_> = jsonl::read(&path).unwrap().iter().map(|line| line.total(PREEMPTIONS)).collect();
         assert_eq!(totals, [10, 20, 30, 31].map(Some));
+    }
+
+    #[test]
+    fn a_port_that_is_taken_leaves_the_file_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        start(&path, 0).record(&record(1)).unwrap();
+        let before = std::fs::read(&path).unwrap();
+        let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let listen = Some(taken.local_addr().unwrap());
+        assert!(
+            Telemetry::start(&TelemetryConfig { listen, jsonl: Some(path.clone()), resume_step: 0 }).is_err()
+        );
+        assert_eq!(std::fs::read(&path).unwrap(), before);
     }
 
     #[test]

@@ -1,0 +1,164 @@
+//! The directory of a run: whose it is, and what may be taken away from it.
+
+use std::fs::{self, File, TryLockError};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use crate::error::{RunError, io_at};
+
+/// Locked by the process that runs here; empty, and never removed.
+const LOCK: &str = ".lock";
+
+/// Metrics of every step.
+pub(crate) const METRICS: &str = "metrics.jsonl";
+
+/// The recipe as it was run.
+pub(crate) const RECIPE: &str = "recipe.yaml";
+
+/// A run's directory, held by this process until it is dropped.
+#[derive(Debug)]
+pub(crate) struct RunDir {
+    path: PathBuf,
+    /// The lock ends with the file, also when the process is killed.
+    _lock: File,
+}
+
+impl RunDir {
+    /// Creates `path` if need be and locks it.
+    ///
+    /// # Errors
+    /// If another process runs there, or the directory cannot be made.
+    pub(crate) fn lock(path: &Path) -> Result<Self, RunError> {
+        fs::create_dir_all(path).map_err(io_at(path))?;
+        let at = path.join(LOCK);
+        let file = File::options().create(true).append(true).open(&at).map_err(io_at(&at))?;
+        match file.try_lock() {
+            Ok(()) => Ok(Self { path: path.to_path_buf(), _lock: file }),
+            Err(TryLockError::WouldBlock) => Err(RunError::OutBusy { path: path.to_path_buf() }),
+            Err(TryLockError::Error(source)) => Err(RunError::Io { path: at, source }),
+        }
+    }
+
+    /// A file of the run.
+    pub(crate) fn join(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
+    /// Refuses to start a run over what another one left, or, with `overwrite`, over the files it starts from.
+    ///
+    /// # Errors
+    /// If the directory holds a run, or `overwrite` would remove one of `sources`.
+    pub(crate) fn check_free(&self, overwrite: bool, sources: &[&Path]) -> Result<(), RunError> {
+        if !overwrite {
+            let is_taken = [METRICS, RECIPE].iter().any(|name| self.join(name).exists())
+                || !self.checkpoints()?.is_empty();
+            return if is_taken { Err(RunError::OutTaken { path: self.path.clone() }) } else { Ok(()) };
+        }
+        let discarded = self.checkpoints()?;
+        for &source in sources {
+            let Ok(model) = source.canonicalize() else { continue };
+            let is_lost = |dir: &PathBuf| dir.canonicalize().is_ok_and(|dir| model.starts_with(dir));
+            if discarded.iter().any(is_lost) {
+                return Err(RunError::ModelOverwritten { model: source.into(), path: self.path.clone() });
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes the checkpoints of an earlier run. Its metrics and its recipe are written over, and nothing else here
+    /// is a run's.
+    ///
+    /// # Errors
+    /// If a checkpoint cannot be removed.
+    pub(crate) fn discard_checkpoints(&self) -> Result<(), RunError> {
+        self.checkpoints()?.iter().try_for_each(|dir| fs::remove_dir_all(dir).map_err(io_at(dir)))
+    }
+
+    /// Removes checkpoints that a killed process did not finish.
+    ///
+    /// # Errors
+    /// If one cannot be removed.
+    pub(crate) fn discard_unfinished(&self) -> Result<(), RunError> {
+        let unfinished = self.checkpoints()?.into_iter().filter(|dir| dir.extension().is_some());
+        unfinished.into_iter().try_for_each(|dir| fs::remove_dir_all(&dir).map_err(io_at(&dir)))
+    }
+
+    /// Directories named `step-000010` or `step-000010.tmp`.
+    fn checkpoints(&self) -> Result<Vec<PathBuf>, RunError> {
+        let entries = match fs::read_dir(&self.path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries.map_err(io_at(&self.path))?,
+        };
+        let mut found = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(io_at(&self.path))?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let digits = name.strip_prefix("step-").map(|rest| rest.strip_suffix(".tmp").unwrap_or(rest));
+            let is_numbered = digits
+                .is_some_and(|digits| digits.len() >= 6 && digits.bytes().all(|byte| byte.is_ascii_digit()));
+            if is_numbered && entry.path().is_dir() {
+                found.push(entry.path());
+            }
+        }
+        Ok(found)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run_dir() -> (tempfile::TempDir, RunDir) {
+        let dir = tempfile::tempdir().unwrap();
+        let run_dir = RunDir::lock(dir.path()).unwrap();
+        (dir, run_dir)
+    }
+
+    #[test]
+    fn a_directory_has_one_run_at_a_time() {
+        let (dir, run_dir) = run_dir();
+        assert!(matches!(RunDir::lock(dir.path()), Err(RunError::OutBusy { .. })));
+        drop(run_dir);
+        RunDir::lock(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn what_an_earlier_run_left_is_not_written_over_unasked() {
+        for left in ["metrics.jsonl", "recipe.yaml", "step-000002/", "step-000003.tmp/"] {
+            let (dir, run_dir) = run_dir();
+            run_dir.check_free(false, &[]).unwrap();
+            match left.strip_suffix('/') {
+                Some(name) => fs::create_dir(dir.path().join(name)).unwrap(),
+                None => fs::write(dir.path().join(left), "").unwrap(),
+            }
+            assert!(matches!(run_dir.check_free(false, &[]), Err(RunError::OutTaken { .. })), "{left}");
+            run_dir.check_free(true, &[]).unwrap();
+        }
+    }
+
+    #[test]
+    fn only_numbered_checkpoints_are_discarded() {
+        let (dir, run_dir) = run_dir();
+        let kept = ["step-best", "step-notes", "step-12", "other"];
+        for name in kept.into_iter().chain(["step-000002", "step-000003.tmp"]) {
+            fs::create_dir(dir.path().join(name)).unwrap();
+        }
+        fs::write(dir.path().join("step-000009"), "a file").unwrap();
+        run_dir.discard_unfinished().unwrap();
+        assert!(dir.path().join("step-000002").exists() && !dir.path().join("step-000003.tmp").exists());
+        run_dir.discard_checkpoints().unwrap();
+        assert!(!dir.path().join("step-000002").exists() && dir.path().join("step-000009").exists());
+        assert!(kept.iter().all(|name| dir.path().join(name).exists()));
+    }
+
+    #[test]
+    fn a_run_never_discards_what_it_starts_from() {
+        let (dir, run_dir) = run_dir();
+        let model = dir.path().join("step-000004");
+        fs::create_dir(&model).unwrap();
+        let refused = run_dir.check_free(true, &[Path::new("elsewhere"), &model]);
+        assert!(matches!(refused, Err(RunError::ModelOverwritten { .. })));
+        fs::create_dir(dir.path().join("step-best")).unwrap();
+        run_dir.check_free(true, &[&dir.path().join("step-best")]).unwrap();
+    }
+}
