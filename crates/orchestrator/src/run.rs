@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
+use r3_core::ids::PolicyVersion;
 use r3_kernels::gemm::Dtype;
 use r3_model::export::{Companions, write_weights};
 use r3_recipe::recipe::Recipe;
@@ -18,9 +19,9 @@ use r3_telemetry::step_record::StepRecord;
 use r3_telemetry::summary::RunSummary;
 use r3_telemetry::telemetry::{Telemetry, TelemetryConfig};
 use r3_train::batch::Batch;
-use r3_train::checkpoint::{Checkpoints, verify};
+use r3_train::checkpoint::{Checkpoints, TrainerState, verify};
 use r3_train::optimiser::AdamWConfig;
-use r3_train::trainer::Trainer;
+use r3_train::trainer::{StepStats, Trainer};
 
 use crate::error::{RunError, io_at};
 use crate::group_buffer::{GroupBuffer, check_layers, groups};
@@ -67,9 +68,10 @@ pub fn run(recipe: &Recipe, options: &RunOptions) -> Result<RunOutcome, RunError
         let mut run = Run::start(recipe, options)?;
         run.evaluate_at_start()?;
         while run.step < recipe.run.steps {
-            let sampled = run.sample()?; // Prompts become rollouts, which arrive in the ring.
-            let record = run.train(&sampled)?; // Groups, advantages, replayed forward, loss, optimiser.
-            run.finish_step(record)?; // Metrics, evaluation, checkpoint.
+            let sampled = run.sample()?; // prompts -> rollouts -> rewards -> ring
+            let learned = run.learn()?; // ring -> groups -> batch -> replayed forward, loss, optimiser
+            let refit_s = run.refit()?; // trained weights -> engine, audited; then the flush
+            run.finish_step(&sampled, &learned, refit_s)?; // metrics, evaluation, checkpoint
             if options.shutdown.is_requested() && run.step < recipe.run.steps {
                 run.save()?;
                 return Err(RunError::Interrupted { step: run.step });
@@ -101,6 +103,14 @@ struct Sampled {
     began: Instant,
 }
 
+/// What training on them did.
+struct Learned {
+    stats: StepStats,
+    ring_used_bytes: u64,
+    measure_s: f64,
+    train_s: f64,
+}
+
 /// A run between two steps.
 struct Run<'a> {
     recipe: &'a Recipe,
@@ -110,6 +120,8 @@ struct Run<'a> {
     saved_step: Option<u64>,
     /// Seconds the newest checkpoint took to write.
     save_s: f64,
+    /// The version the engine samples with.
+    served: PolicyVersion,
     prompts: Prompts,
     worker: WorkerHandle,
     buffer: GroupBuffer,
@@ -143,15 +155,9 @@ impl<'a> Run<'a> {
         let state = resumed.as_deref().map(|dir| Ok::<_, RunError>((verify(dir)?, RunState::read(dir)?)));
         let state = state.transpose()?;
         let step = state.as_ref().map_or(0, |(trainer, _)| trainer.step);
-        let (config, policy) = setup::load_policy(model_dir, &Progress::stderr())?;
-        let optimiser =
-            AdamWConfig::of_train(&recipe.train, recipe.run.steps * recipe.train.mini_steps as u64);
-        let temperature = setup::narrow(recipe.rollout.temperature);
-        let mut trainer = Trainer::new(policy, &recipe.algorithm, optimiser, temperature);
-        if let (Some(dir), Some((state, _))) = (&resumed, &state) {
-            trainer.resume(dir, state)?;
-        }
-        let engine = setup::engine(recipe, &config, &trainer.policy().shared_weights(), trainer.version())?;
+        let trainer = load_trainer(recipe, model_dir, state.as_ref().map(|(trainer, _)| trainer))?;
+        let policy = trainer.policy();
+        let engine = setup::engine(recipe, policy.config(), &policy.shared_weights(), trainer.version())?;
         let cursor = state.as_ref().map_or(0, |(_, run)| run.cursor);
         let prompts =
             Prompts::new(Arc::clone(&task.dataset), Arc::clone(&task.tokenizer), recipe.run.seed, cursor)?;
@@ -186,6 +192,7 @@ impl<'a> Run<'a> {
             step,
             saved_step: resumed.is_some().then_some(step),
             save_s: 0.0,
+            served: trainer.version(),
             prompts,
             worker,
             buffer: GroupBuffer::new(reader),
@@ -226,15 +233,14 @@ impl<'a> Run<'a> {
         Ok(Sampled { stats, filtered, seconds: began.elapsed().as_secs_f64(), began })
     }
 
-    /// Trains on the rollouts in the ring where they lie, gives them back, and refits the engine.
-    fn train(&mut self, sampled: &Sampled) -> Result<StepRecord, RunError> {
-        let (recipe, version) = (self.recipe, self.trainer.version());
+    /// Trains on the rollouts in the ring where they lie, and gives them back.
+    fn learn(&mut self) -> Result<Learned, RunError> {
         let start = Instant::now();
         let ring_used_bytes = self.buffer.used_bytes();
         let frames = self.buffer.frames()?;
         check_layers(&frames, &self.trainer.policy().config().moe_layers())?;
-        let groups = groups(&frames, version, recipe.train.max_staleness)?;
-        let batch = Batch::pack(&groups, &recipe.algorithm, setup::limits(recipe))?;
+        let groups = groups(&frames, self.trainer.version(), self.recipe.train.max_staleness)?;
+        let batch = Batch::pack(&groups, &self.recipe.algorithm, setup::limits(self.recipe))?;
         let bar = self.telemetry.progress().bar(BarKind::Train, batch.n_passes() as u64);
         let mut measured = start;
         let stats = self.trainer.step(&batch, &mut |pass| {
@@ -246,43 +252,44 @@ impl<'a> Run<'a> {
         drop((batch, groups, frames));
         self.buffer.release();
         let measure_s = measured.duration_since(start).as_secs_f64();
-        let train_s = start.elapsed().as_secs_f64();
+        Ok(Learned { stats, ring_used_bytes, measure_s, train_s: start.elapsed().as_secs_f64() })
+    }
 
+    /// Loads the trained weights into the engine, which then forgets KV, routes and prefixes of the old ones. Returns
+    /// the seconds it took. A step that trained nothing leaves both as they are.
+    fn refit(&mut self) -> Result<f64, RunError> {
         let start = Instant::now();
-        if stats.version != version {
-            let report = self.worker.refit(self.trainer.policy().shared_weights(), stats.version)?;
-            tracing::debug!(
-                version = report.version.0,
-                epoch = report.epoch,
-                changed = report.changed,
-                "refit"
-            );
+        if self.served != self.trainer.version() {
+            let weights = self.trainer.policy().shared_weights();
+            let report = self.worker.refit(weights, self.trainer.version())?;
+            self.served = report.version;
+            let (version, epoch, changed) = (report.version.0, report.epoch, report.changed);
+            tracing::debug!(version, epoch, changed, "refit");
         }
-        let refit_s = start.elapsed().as_secs_f64();
+        Ok(start.elapsed().as_secs_f64())
+    }
+
+    /// Evaluates if it is time, shows and keeps the step's record, and saves if it is time.
+    fn finish_step(&mut self, sampled: &Sampled, learned: &Learned, refit_s: f64) -> Result<(), RunError> {
         self.step += 1;
-        let step_s = sampled.began.elapsed().as_secs_f64();
         let report = StepReport {
             step: self.step,
-            stats: &stats,
+            stats: &learned.stats,
             sampled: &sampled.stats,
             timings: Timings {
                 sample_s: sampled.seconds,
-                measure_s,
-                train_s,
+                measure_s: learned.measure_s,
+                train_s: learned.train_s,
                 refit_s,
                 save_s: self.save_s,
-                step_s,
+                step_s: sampled.began.elapsed().as_secs_f64(),
             },
-            routes: setup::routes_use(recipe),
+            routes: setup::routes_use(self.recipe),
             filtered: sampled.filtered,
-            ring_used_bytes,
+            ring_used_bytes: learned.ring_used_bytes,
         };
         report.count(self.telemetry.exporter());
-        Ok(report.record())
-    }
-
-    /// Evaluates and saves if it is time, then shows and keeps the step's record.
-    fn finish_step(&mut self, mut record: StepRecord) -> Result<(), RunError> {
+        let mut record = report.record();
         let every = self.recipe.eval.every;
         if self.step == self.recipe.run.steps || (every > 0 && self.step.is_multiple_of(every)) {
             self.evaluate(&mut record)?;
@@ -363,6 +370,23 @@ fn watch_line(out: &Path, metrics: Option<SocketAddr>) -> String {
         Some(addr) => format!("writing to {out}; metrics at http://{addr}/metrics"),
         None => format!("writing to {out}"),
     }
+}
+
+/// The policy of `model_dir` with its optimiser: a new one, or as the checkpoint there left it in `state`.
+fn load_trainer(
+    recipe: &Recipe,
+    model_dir: &Path,
+    state: Option<&TrainerState>,
+) -> Result<Trainer, RunError> {
+    let (_, policy) = setup::load_policy(model_dir, &Progress::stderr())?;
+    let total_steps = recipe.run.steps * recipe.train.mini_steps as u64;
+    let optimiser = AdamWConfig::of_train(&recipe.train, total_steps);
+    let temperature = setup::narrow(recipe.rollout.temperature);
+    let mut trainer = Trainer::new(policy, &recipe.algorithm, optimiser, temperature);
+    if let Some(state) = state {
+        trainer.resume(model_dir, state)?;
+    }
+    Ok(trainer)
 }
 
 /// The checkpoint to continue from; refuses to mix two runs in one directory.

@@ -8,7 +8,7 @@
 //! This crate must never know text, files other than checkpoints, the ring, threads or clocks. Everything in
 //! it is deterministic: the same batch and weights give the same bits.
 //!
-//! candle's `backward` recurses over the graph, so run the trainer on a thread with a stack of 64 MiB.
+//! candle's `backward` recurses over the graph, so run the trainer on a thread with a deep stack: `r3 run` gives it 256 MiB.
 //!
 //! Start with [`trainer`], then [`loss`] and [`batch`].
 
