@@ -263,7 +263,7 @@ fn weights_are_in_the_way() {
     let directory = Directory::with_model();
     assert_snapshot!(directory.refused(&["new-model", "config.json", "model"]), @r"
     exit 2
-    error: model holds weights already
+    error: model holds a model already
 
     hint: choose another directory, or remove that one first
     ");

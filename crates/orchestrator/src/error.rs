@@ -41,7 +41,7 @@ pub enum RunError {
     OutTaken { path: PathBuf },
     #[error("another process runs in {}", path.display())]
     OutBusy { path: PathBuf },
-    #[error("{} holds weights already", path.display())]
+    #[error("{} holds a model already", path.display())]
     WeightsThere { path: PathBuf },
     #[error("{} starts from {}, which --overwrite would remove", path.display(), model.display())]
     ModelOverwritten { model: PathBuf, path: PathBuf },

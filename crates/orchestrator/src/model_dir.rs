@@ -46,18 +46,18 @@ pub fn resolve(path: &Path) -> Result<PathBuf, RunError> {
 /// tokenizer's files lie, if any.
 ///
 /// # Errors
-/// If the configuration is not one r3 runs, `out` holds weights already, or the files cannot be written.
+/// If the configuration is not one r3 runs, `out` holds a model already, or the files cannot be written.
 pub fn create(config: &Path, out: &Path, seed: u64, dtype: Dtype) -> Result<Written, RunError> {
     let path = if config.is_dir() { config.join("config.json") } else { config.to_path_buf() };
     let model = ModelConfig::read(&path)?;
-    let companions = path.parent().unwrap_or(Path::new(""));
+    let companions = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     write_new(out, companions, (&model, &FreshWeights::new(&model, seed)), dtype)
 }
 
 /// Copies the model of `checkpoint`, as [`open`] finds it, in a format that `transformers` loads.
 ///
 /// # Errors
-/// If it is not a whole model, `out` holds weights already, or the files cannot be written.
+/// If it is not a whole model, `out` holds a model already, or the files cannot be written.
 pub fn export(checkpoint: &Path, out: &Path, dtype: Dtype) -> Result<Written, RunError> {
     let dir = resolve(checkpoint)?;
     let model = Checkpoint::open(&dir)?;
@@ -70,7 +70,10 @@ fn write_new(
     (model, weights): (&ModelConfig, &dyn TensorSource),
     dtype: Dtype,
 ) -> Result<Written, RunError> {
-    if has_weights(out) {
+    // A configuration is in the way, too, unless the model is made beside its own.
+    let is_own =
+        out.canonicalize().ok().is_some_and(|out| companions.canonicalize().is_ok_and(|dir| dir == out));
+    if has_weights(out) || (out.join("config.json").exists() && !is_own) {
         return Err(RunError::WeightsThere { path: out.to_path_buf() });
     }
     write(out, &[companions], (model, weights), dtype)?;
@@ -222,12 +225,16 @@ mod tests {
     }
 
     #[test]
-    fn existing_weights_are_never_replaced() {
+    fn an_existing_model_is_never_replaced() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("model.safetensors"), "precious").unwrap();
         let error = create(&assets(), dir.path(), 1, Dtype::Bf16).unwrap_err();
         assert!(matches!(error, RunError::WeightsThere { .. }));
         assert_eq!(names(dir.path()), ["model.safetensors"]);
+        fs::rename(dir.path().join("model.safetensors"), dir.path().join("config.json")).unwrap();
+        let error = create(&assets(), dir.path(), 1, Dtype::Bf16).unwrap_err();
+        assert!(matches!(error, RunError::WeightsThere { .. }));
+        assert_eq!(fs::read_to_string(dir.path().join("config.json")).unwrap(), "precious");
     }
 
     #[test]

@@ -11,7 +11,7 @@ use crate::output;
 /// Write a checkpoint as a model that `transformers`, vLLM and SGLang load
 ///
 /// OUT becomes a Hugging Face directory: config.json, safetensors with one tensor an expert, and the files of the
-/// tokenizer. The optimiser's state stays behind. A directory that holds weights already is refused.
+/// tokenizer. The optimiser's state stays behind. A directory that holds a model already is refused.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// A checkpoint, a run, whose newest checkpoint is taken, or any model r3 reads

@@ -12,7 +12,7 @@ use crate::output;
 /// Write a model with random weights
 ///
 /// OUT becomes a Hugging Face directory: config.json, model.safetensors and, if they lie beside CONFIG, the files of the
-/// tokenizer. The same seed gives the same weights. A directory that holds weights already is refused.
+/// tokenizer. The same seed gives the same weights. A directory that holds a model already is refused.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// A config.json of model type qwen3_moe, or a directory with one
