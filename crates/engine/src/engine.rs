@@ -9,8 +9,7 @@ use r3_kernels::logprob::chosen_logprobs;
 use r3_kernels::router::{RouteRecord, Routing};
 use r3_model::buffers::{Buffers, Paged, Rows};
 use r3_model::config::ModelConfig;
-use r3_model::error::ModelError;
-use r3_model::executor::{Executor, Weights};
+use r3_model::executor::{Executor, Weights, check_vocabulary};
 use r3_model::forward::{forward, logits};
 use r3_model::source::{TensorHash, TensorSource};
 use r3_scheduler::plan::{Chunk, Logits, TickPlan};
@@ -200,11 +199,7 @@ impl Engine {
     /// Refuses tokens the model does not have, and sequences longer than it can place.
     pub(crate) fn check_request(&self, prompt: &[TokenId], max_new_tokens: usize) -> Result<(), EngineError> {
         let ModelConfig { vocab_size, max_positions, .. } = self.weights.config;
-        if let Some(position) = prompt.iter().position(|token| token.index() >= vocab_size) {
-            return Err(
-                ModelError::TokenOutOfRange { token: prompt[position].0, position, vocab_size }.into()
-            );
-        }
+        check_vocabulary(prompt, vocab_size)?;
         let tokens = prompt.len() + max_new_tokens;
         if tokens > max_positions {
             return Err(EngineError::TooLong { tokens, max_positions });

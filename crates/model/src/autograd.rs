@@ -15,7 +15,7 @@ use r3_kernels::swiglu::silu_mul_op;
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::executor::{BuildWeights, Constants, Executor, Named, Weights};
+use crate::executor::{BuildWeights, Constants, Executor, Named, Weights, check_vocabulary};
 use crate::forward::{forward, logits};
 use crate::source::TensorSource;
 
@@ -94,10 +94,7 @@ impl Executor for Autograd {
     type Attend<'a> = PackedSequences;
 
     fn embed(&mut self, table: &Projection, tokens: &[TokenId]) -> Result<Tensor, ModelError> {
-        let vocab_size = table.weight.dim(0)?;
-        if let Some(position) = tokens.iter().position(|token| token.index() >= vocab_size) {
-            return Err(ModelError::TokenOutOfRange { token: tokens[position].0, position, vocab_size });
-        }
+        check_vocabulary(tokens, table.weight.dim(0)?)?;
         let ids: Vec<u32> = tokens.iter().map(|token| token.0).collect();
         Ok(table.weight.index_select(&Tensor::from_vec(ids, tokens.len(), &Device::Cpu)?, 0)?)
     }

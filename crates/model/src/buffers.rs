@@ -11,7 +11,7 @@ use r3_kernels::swiglu::silu_mul;
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::executor::{BuildWeights, Constants, Executor, Layer, Mlp, Named, Weights};
+use crate::executor::{BuildWeights, Constants, Executor, Layer, Mlp, Named, Weights, check_vocabulary};
 use crate::source::{TensorSource, stays_f32};
 
 /// Activations `[T, width]` in a buffer that goes back to its [`Buffers`] when released.
@@ -128,12 +128,10 @@ impl Executor for Buffers {
     type Attend<'a> = Paged<'a>;
 
     fn embed(&mut self, table: &Projection, tokens: &[TokenId]) -> Result<Rows, ModelError> {
-        let (vocab_size, width) = (table.matrix.n(), table.matrix.k());
+        check_vocabulary(tokens, table.matrix.n())?;
+        let width = table.matrix.k();
         let mut out = self.take(tokens.len(), width);
-        for (position, (row, token)) in out.values_mut().chunks_exact_mut(width).zip(tokens).enumerate() {
-            if token.index() >= vocab_size {
-                return Err(ModelError::TokenOutOfRange { token: token.0, position, vocab_size });
-            }
+        for (row, token) in out.values_mut().chunks_exact_mut(width).zip(tokens) {
             table.matrix.unpack_row(token.index(), row);
         }
         Ok(out)

@@ -5,7 +5,6 @@ use std::path::Path;
 
 use r3_core::routes::RouteDims;
 use r3_kernels::attention::Heads;
-use r3_kernels::experts::ExpertDims;
 use r3_kernels::router::RouterConfig;
 use serde_json::{Map, Value};
 
@@ -156,12 +155,6 @@ impl ModelConfig {
     #[must_use]
     pub fn heads(&self) -> Heads {
         Heads { n_heads: self.n_heads, n_kv_heads: self.n_kv_heads, head_dim: self.head_dim }
-    }
-
-    /// Shape of one layer's experts.
-    #[must_use]
-    pub fn expert_dims(&self) -> ExpertDims {
-        ExpertDims { n_experts: self.n_experts, width: self.hidden_size, inter: self.moe_inter }
     }
 
     /// Parameters of the model.

@@ -67,6 +67,19 @@ pub trait Executor {
     fn release(&mut self, act: Self::Act);
 }
 
+/// Refuses tokens that a vocabulary of `vocab_size` does not have.
+///
+/// # Errors
+/// The first such token, with its position.
+pub fn check_vocabulary(tokens: &[TokenId], vocab_size: usize) -> Result<(), ModelError> {
+    match tokens.iter().position(|token| token.index() >= vocab_size) {
+        None => Ok(()),
+        Some(position) => {
+            Err(ModelError::TokenOutOfRange { token: tokens[position].0, position, vocab_size })
+        }
+    }
+}
+
 /// Makes an executor's weights out of f32 tensors.
 pub trait BuildWeights: Executor {
     /// A projection from `weight` `[N, K]` and its optional bias `[N]`, by canonical name.

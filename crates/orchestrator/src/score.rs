@@ -11,6 +11,7 @@ use r3_model::autograd::{Packed, Policy};
 use r3_model::checkpoint::Checkpoint;
 use r3_model::config::ModelConfig;
 use r3_model::error::ModelError;
+use r3_model::executor::check_vocabulary;
 use serde::{Deserialize, Serialize};
 
 use crate::error::RunError;
@@ -132,12 +133,7 @@ fn check_tokens(tokens: &[TokenId], model: &ModelConfig) -> Result<(), ModelErro
     if tokens.len() > max_positions {
         return Err(ModelError::TooLong { tokens: tokens.len(), max_positions });
     }
-    match tokens.iter().position(|token| token.0 as usize >= vocab_size) {
-        Some(position) => {
-            Err(ModelError::TokenOutOfRange { token: tokens[position].0, position, vocab_size })
-        }
-        None => Ok(()),
-    }
+    check_vocabulary(tokens, vocab_size)
 }
 
 fn score_trainer(

@@ -142,9 +142,12 @@ pub fn engine(
     source: &dyn TensorSource,
     version: PolicyVersion,
 ) -> Result<Engine, RunError> {
-    let capture = routes_use(recipe) != RoutesUse::None;
-    let config = EngineConfig::from_recipe(&recipe.engine, recipe.rollout.dtype, capture);
-    Ok(Engine::new(config, model, source, version)?)
+    Ok(Engine::new(engine_config(recipe), model, source, version)?)
+}
+
+fn engine_config(recipe: &Recipe) -> EngineConfig {
+    let capture_routes = routes_use(recipe) != RoutesUse::None;
+    EngineConfig::from_recipe(&recipe.engine, recipe.rollout.dtype, capture_routes)
 }
 
 /// Refuses sizes that cannot hold what the recipe asks for: the longest prompt with its completion in the KV cache,
@@ -156,11 +159,10 @@ pub fn check_sizes(recipe: &Recipe, model: &ModelConfig, task: &TaskParts) -> Re
     let problems = task.dataset.train.iter().chain(&task.dataset.held_out);
     let prompt_tokens = longest_prompt(problems, &task.tokenizer)?;
     let max_new_tokens = recipe.rollout.max_new_tokens.max(recipe.eval.max_new_tokens.unwrap_or(0));
-    let capture = routes_use(recipe) != RoutesUse::None;
-    let config = EngineConfig::from_recipe(&recipe.engine, recipe.rollout.dtype, capture);
+    let config = engine_config(recipe);
     check_kv(&config, model, (prompt_tokens, max_new_tokens))?;
 
-    let dims: Option<RouteDims> = capture.then(|| model.route_dims());
+    let dims: Option<RouteDims> = config.capture_routes.then(|| model.route_dims());
     let frame_bytes = max_frame_bytes(prompt_tokens + recipe.rollout.max_new_tokens, dims);
     let n_frames = recipe.rollout.groups * recipe.rollout.group_size * max_batches(&recipe.algorithm);
     let needed_bytes = ring_bytes(frame_bytes, n_frames);

@@ -64,8 +64,6 @@ pub struct SampleStats {
     pub prompt_tokens: u64,
     /// Of those, tokens found in the prefix cache.
     pub cached_tokens: u64,
-    /// Seconds in the engine.
-    pub engine_s: f64,
     /// Seconds of scoring.
     pub reward_s: f64,
     /// Largest share of KV blocks held at once.
@@ -109,7 +107,6 @@ impl SampleStats {
         self.sampled_tokens += other.sampled_tokens;
         self.prompt_tokens += other.prompt_tokens;
         self.cached_tokens += other.cached_tokens;
-        self.engine_s += other.engine_s;
         self.reward_s += other.reward_s;
         self.kv_usage = self.kv_usage.max(other.kv_usage);
         self.max_running = self.max_running.max(other.max_running);
@@ -183,17 +180,24 @@ impl Worker {
                 seed: spec.seed,
             })?;
         }
+        let engine = &self.parts.engine;
+        let layer_ids = engine.model().moe_layers();
+        let origin = FrameMeta {
+            layer_ids: &layer_ids,
+            weight_epoch: engine.epoch(),
+            model_hash: model_hash(engine.hashes()),
+            reward: Outcome::Failed,
+            mask: None,
+        };
         let preemptions_before = self.parts.engine.stats().n_preemptions;
         while self.parts.engine.has_work() {
-            let start = Instant::now();
             let tick = self.parts.engine.tick()?;
-            stats.engine_s += start.elapsed().as_secs_f64();
             stats.sampled_tokens += tick.sampled_tokens as u64;
             bar.tokens(tick.sampled_tokens as u64);
             self.pulse.beat();
             self.observe(&mut stats);
             while let Some(finished) = self.parts.engine.take_finished() {
-                self.deliver(&finished, &mut stats)?;
+                self.deliver(&finished, origin, &mut stats)?;
                 self.pulse.beat();
                 bar.inc(1);
             }
@@ -211,7 +215,14 @@ impl Worker {
     }
 
     /// Scores a rollout and writes its frame: the one copy its routes ever see.
-    fn deliver(&mut self, finished: &Finished, stats: &mut SampleStats) -> Result<(), RunError> {
+    ///
+    /// `origin` says which weights and layers a frame of this batch is of; the reward is filled in.
+    fn deliver(
+        &mut self,
+        finished: &Finished,
+        origin: FrameMeta<'_>,
+        stats: &mut SampleStats,
+    ) -> Result<(), RunError> {
         let start = Instant::now();
         let reward = match self.score(finished)? {
             Ok(score) => {
@@ -231,15 +242,7 @@ impl Worker {
         if finished.index == 0 {
             stats.cached_tokens += finished.cached_tokens as u64;
         }
-        let engine = &self.parts.engine;
-        let layer_ids = engine.model().moe_layers();
-        let meta = FrameMeta {
-            layer_ids: &layer_ids,
-            weight_epoch: engine.epoch(),
-            model_hash: model_hash(engine.hashes()),
-            reward,
-            mask: None,
-        };
+        let meta = FrameMeta { reward, ..origin };
         let rollout = finished.view();
         let mut frame = self.parts.writer.reserve(frame_bytes(&rollout), self.parts.deadline)?;
         encode(&rollout, &meta, &mut frame);
@@ -249,15 +252,7 @@ impl Worker {
 
     fn score(&self, finished: &Finished) -> Result<Result<f32, RewardFailure>, RunError> {
         let problem = &self.parts.dataset.train[self.prompts[&finished.group]];
-        let rollout = finished.view();
-        let text = self.parts.tokenizer.completion_text(rollout.completion(), rollout.finish)?;
-        let completion = Completion {
-            group: finished.group,
-            index: finished.index,
-            text: &text,
-            finished: finished.finish == FinishReason::Stop,
-        };
-        Ok(score_caught(&*self.parts.reward, problem, &completion))
+        judge(finished, problem, &*self.parts.reward, &self.parts.tokenizer)
     }
 
     fn evaluate(
@@ -294,6 +289,24 @@ impl TensorSource for Beating<'_> {
         self.pulse.beat();
         Ok(())
     }
+}
+
+/// What `reward` says of a completion of `problem`, as text.
+fn judge(
+    finished: &Finished,
+    problem: &Problem,
+    reward: &dyn Reward,
+    tokenizer: &Tokenizer,
+) -> Result<Result<f32, RewardFailure>, RunError> {
+    let rollout = finished.view();
+    let text = tokenizer.completion_text(rollout.completion(), rollout.finish)?;
+    let completion = Completion {
+        group: finished.group,
+        index: finished.index,
+        text: &text,
+        finished: finished.finish == FinishReason::Stop,
+    };
+    Ok(score_caught(reward, problem, &completion))
 }
 
 /// What is evaluated, and how.
@@ -335,16 +348,9 @@ pub fn greedy_accuracy(
         let tick = engine.tick()?;
         progress(tick.sampled_tokens as u64, 0);
         while let Some(finished) = engine.take_finished() {
-            let rollout = finished.view();
-            let text = tokenizer.completion_text(rollout.completion(), rollout.finish)?;
-            let completion = Completion {
-                group: finished.group,
-                index: 0,
-                text: &text,
-                finished: finished.finish == FinishReason::Stop,
-            };
             let problem = &held.problems[finished.group.index()];
-            sum += f64::from(score_caught(held.reward, problem, &completion).unwrap_or(0.0));
+            let judged = judge(&finished, problem, held.reward, tokenizer)?;
+            sum += f64::from(judged.unwrap_or(0.0));
             progress(0, 1);
         }
     }
@@ -364,7 +370,6 @@ mod tests {
             sampled_tokens: n as u64,
             prompt_tokens: n as u64,
             cached_tokens: n as u64,
-            engine_s: n as f64,
             reward_s: n as f64,
             kv_usage: n as f64,
             max_running: n,
@@ -376,7 +381,7 @@ mod tests {
         let mut stats = batch(3);
         stats.add(batch(2));
         assert_eq!((stats.sampled_tokens, stats.prompt_tokens, stats.cached_tokens), (5, 5, 5));
-        assert_eq!((stats.engine_s, stats.reward_s, stats.preemptions, stats.n_scored), (5.0, 5.0, 5, 5));
+        assert_eq!((stats.reward_s, stats.preemptions, stats.n_scored), (5.0, 5, 5));
         assert_eq!((stats.kv_usage, stats.max_running, stats.max_waiting), (3.0, 3, 3));
     }
 
