@@ -228,6 +228,7 @@ fn continuations(engine: &mut Engine, reference: &Reference) -> Vec<Vec<TokenId>
                 stop_tokens: [].into(),
                 sampling: Sampling::GREEDY,
                 seed: 0,
+                return_routes: Some(0),
             })
             .unwrap();
     }

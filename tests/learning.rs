@@ -74,6 +74,7 @@ impl Rollouts {
                 stop_tokens: tokenizer.stop_tokens().into(),
                 sampling: Sampling { temperature: 1.0, ..Sampling::GREEDY },
                 seed: 7,
+                return_routes: Some(0),
             };
             engine.submit(&request).unwrap();
         }

@@ -55,6 +55,7 @@ pub(crate) fn request(group: u64, prompt: Vec<TokenId>, size: u32) -> GroupReque
         stop_tokens: [].into(),
         sampling: SAMPLED,
         seed: 7,
+        return_routes: Some(0),
     }
 }
 

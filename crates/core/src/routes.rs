@@ -197,6 +197,11 @@ impl RouteRows {
         self.bytes.len() / self.dims.row_bytes()
     }
 
+    /// Forgets all rows after the first `rows`.
+    pub fn truncate(&mut self, rows: usize) {
+        self.bytes.truncate(rows.saturating_mul(self.dims.row_bytes()));
+    }
+
     /// Borrows all rows.
     #[must_use]
     pub fn view(&self) -> RouteView<'_> {

@@ -38,6 +38,9 @@ pub struct GroupRequest {
     pub sampling: Sampling,
     /// Keys the draws, together with group, index and position.
     pub seed: u64,
+    /// Position of the first route row to give back, at most the prompt's length; `None` for no routes. Other engines
+    /// call these `routed_experts_start_len` and `return_routed_experts`.
+    pub return_routes: Option<usize>,
 }
 
 /// Token counts of one tick.
@@ -61,7 +64,7 @@ pub struct Engine {
     cache: KvCache,
     record: Option<RouteRecord>,
     sampler: Sampler,
-    sampling: HashMap<SequenceId, (Sampling, u64)>,
+    pub(crate) sampling: HashMap<SequenceId, (Sampling, u64)>,
     samples: Vec<Sample>,
     logit_rows: Vec<usize>,
 }
@@ -102,8 +105,8 @@ impl Engine {
     /// Queues a group.
     ///
     /// # Errors
-    /// If the prompt is empty or has a token outside the vocabulary, or prompt and completion exceed the model's
-    /// positions or the whole KV cache.
+    /// If the prompt is empty or has a token outside the vocabulary, prompt and completion exceed the model's positions
+    /// or the whole KV cache, or routes are wanted that the engine does not capture.
     pub fn submit(&mut self, request: &GroupRequest) -> Result<Vec<SequenceId>, EngineError> {
         self.check_request(&request.prompt, request.max_new_tokens)?;
         let ids = self.scheduler.submit_group(
@@ -113,6 +116,7 @@ impl Engine {
                 max_new_tokens: request.max_new_tokens,
                 stop_tokens: Arc::clone(&request.stop_tokens),
                 prompt_logprobs: false,
+                return_routes: request.return_routes,
             },
             request.size,
         )?;
@@ -149,6 +153,11 @@ impl Engine {
         Some(finished)
     }
 
+    /// Takes a request back; it finishes with what it has. `false` if it is not here (any more).
+    pub fn abort(&mut self, id: SequenceId) -> bool {
+        self.scheduler.abort(id)
+    }
+
     /// Takes all requests back; they finish with what they have.
     pub fn abort_all(&mut self) {
         self.scheduler.abort_all();
@@ -164,6 +173,12 @@ impl Engine {
     #[must_use]
     pub fn model(&self) -> &ModelConfig {
         &self.weights.config
+    }
+
+    /// Whether routes are captured, so that a request can have them.
+    #[must_use]
+    pub fn captures_routes(&self) -> bool {
+        self.config.capture_routes
     }
 
     /// The policy version served.

@@ -24,7 +24,7 @@ pub enum EngineError {
         "the engine did not load what it was given: {differing} of {tensors} tensors differ, first `{first}`"
     )]
     Audit { tensors: usize, differing: usize, first: String },
-    #[error("the engine has to be idle, but {sequences} sequences are unfinished or not taken")]
+    #[error("scoring needs an idle engine, but {sequences} sequences are unfinished or not taken")]
     Busy { sequences: usize },
     #[error("routes to replay have {rows} rows, but {tokens} tokens are scored")]
     ReplayRows { rows: usize, tokens: usize },

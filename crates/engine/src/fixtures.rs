@@ -46,5 +46,6 @@ pub(crate) fn request(prompt_tokens: u32, max_new_tokens: usize) -> GroupRequest
         stop_tokens: [].into(),
         sampling: Sampling::GREEDY,
         seed: 0,
+        return_routes: Some(0),
     }
 }

@@ -9,5 +9,6 @@ pub mod error;
 #[cfg(test)]
 mod fixtures;
 pub mod refit;
+pub mod resume;
 pub mod sampler;
 pub mod score;

@@ -27,19 +27,16 @@ impl Engine {
     /// Replaces all weights by those of `source`, then forgets KV, routes and prefix cache, which are the old ones'.
     ///
     /// The new weights are built beside the old ones and hashed on both sides first, so a refit that fails leaves
-    /// the old epoch whole.
+    /// the old epoch whole, and what runs running. Rollouts may be on their way: they keep what they emitted, compute
+    /// their KV again and sample on with the new weights; their versions say which token is of which.
     ///
     /// # Errors
-    /// If sequences hold KV, a tensor cannot be read or is not finite, or a hash differs.
+    /// If a tensor cannot be read or is not finite, or a hash differs.
     pub fn refit(
         &mut self,
         source: &dyn TensorSource,
         version: PolicyVersion,
     ) -> Result<RefitReport, EngineError> {
-        let sequences = self.scheduler.n_running();
-        if sequences > 0 {
-            return Err(EngineError::Busy { sequences });
-        }
         let (weights, hashes) = load(&mut self.exec, &self.weights.config, source, self.config.dtype)?;
         let epoch = self.scheduler.epoch() + 1;
         self.scheduler.flush(epoch)?;

@@ -82,6 +82,7 @@ impl Engine {
             max_new_tokens: 0,
             stop_tokens: [].into(),
             prompt_logprobs: true,
+            return_routes: Some(0),
         })?;
         loop {
             if let Err(error) = self.tick() {

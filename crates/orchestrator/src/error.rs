@@ -159,9 +159,7 @@ impl RunError {
                 EngineError::Model(error) => model_class(error),
                 EngineError::Audit { .. }
                 | EngineError::Busy { .. }
-                | EngineError::Scheduler(SchedulerError::Busy { .. } | SchedulerError::StaleEpoch { .. }) => {
-                    ExitClass::Bug
-                }
+                | EngineError::Scheduler(SchedulerError::StaleEpoch { .. }) => ExitClass::Bug,
                 _ => ExitClass::Usage,
             },
             Self::Ring(RingError::FrameTooLarge { .. }) | Self::Telemetry(TelemetryError::Corrupt { .. }) => {
@@ -270,7 +268,7 @@ mod tests {
         let corrupt = TelemetryError::Corrupt { path: path(), line: 3, source: json() };
         let missing = || ModelError::NoWeights { dir: path() };
         let unwritten = || ModelError::Write { path: path(), source: failed(ErrorKind::StorageFull) };
-        let busy = SchedulerError::Busy { n_running: 1 };
+        let stale = SchedulerError::StaleEpoch { epoch: 1, current: 1 };
         let saved =
             TrainError::Write { path: path(), needed_bytes: 1, source: failed(ErrorKind::StorageFull) };
         let diverged = TrainError::NonFinite { tensor: name(), version: PolicyVersion(1) };
@@ -286,7 +284,7 @@ mod tests {
             (ExitClass::Usage, EngineError::TooLong { tokens: 2, max_positions: 1 }.into()),
             (ExitClass::Bug, EngineError::Audit { tensors: 2, differing: 1, first: name() }.into()),
             (ExitClass::Bug, EngineError::Busy { sequences: 1 }.into()),
-            (ExitClass::Bug, EngineError::from(busy).into()),
+            (ExitClass::Bug, EngineError::from(stale).into()),
             (ExitClass::Usage, frame_too_large.into()),
             (ExitClass::Machine, RingError::NoRoom { needed_bytes: 2, available_bytes: 1 }.into()),
             (ExitClass::Bug, FrameError::NotAFrame { magic: 0 }.into()),

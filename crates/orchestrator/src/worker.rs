@@ -178,6 +178,7 @@ impl Worker {
                 stop_tokens: Arc::clone(&spec.stop_tokens),
                 sampling: spec.sampling,
                 seed: spec.seed,
+                return_routes: self.parts.engine.captures_routes().then_some(0),
             })?;
         }
         let engine = &self.parts.engine;
@@ -341,6 +342,7 @@ pub fn greedy_accuracy(
             stop_tokens: Arc::clone(held.stop_tokens),
             sampling: Sampling::GREEDY,
             seed: 0,
+            return_routes: None,
         })?;
     }
     let mut sum = 0.0;

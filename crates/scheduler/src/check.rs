@@ -21,9 +21,10 @@ impl Scheduler {
     ///    tokens fill, and nobody else holds or finds the block it writes next.
     /// 4. Running sequences are in order of age and at most `max_running`.
     /// 5. Every computed slot has a readable route row, and the trace has every computed position.
-    /// 6. A sequence that sampled has `T - 1` trace rows, one logprob and one version per sampled token, and is not done.
+    /// 6. A sequence that sampled in this turn has trace rows up to `T - 1`, one logprob and one version per token after
+    ///    the prompt, turns that ascend, and is not done. No row under which a logprob was emitted is ever missing.
     /// 7. A family exists while a member waits for or computes the shared prompt; its leader runs.
-    /// 8. A finished request has the rows of its contract: `T - 1`, or `T` if nothing was to be sampled.
+    /// 8. A finished request has the rows of its contract: up to `T - 1`, or to `T` if nothing was to be sampled.
     /// 9. Without routes there is no route memory and no trace.
     ///
     /// # Panics
@@ -61,15 +62,26 @@ impl Scheduler {
             assert!(self.kv.is_readable(BlockId(block), n_filled), "block {block} of {id} lacks a route");
         }
         assert!(sequence.computed < sequence.tokens.len(), "sequence {id} has nothing to compute");
-        assert_eq!(sequence.trace.is_some(), self.config.routes.is_some(), "sequence {id}: trace");
+        assert!(sequence.trace.is_none() || self.config.routes.is_some(), "sequence {id}: trace");
         if let Some(trace) = &sequence.trace {
-            let is_complete = trace.rows() + 1 == sequence.tokens.len();
-            assert!(trace.rows() >= sequence.computed, "sequence {id} lacks rows of computed positions");
+            let is_empty = trace.start() == trace.end();
+            let is_complete = trace.end() == trace.start().max(sequence.tokens.len() - 1);
+            assert!(trace.end() >= sequence.computed, "sequence {id} lacks rows of computed positions");
+            assert!(trace.end() >= sequence.emitted_rows(), "sequence {id} lacks rows it emitted under");
             assert!(is_complete || sequence.n_sampled() == 0, "sequence {id} sampled without its routes");
-            assert!(trace.rows() < sequence.tokens.len(), "sequence {id} has a row for what was never fed");
+            assert!(
+                is_empty || trace.end() < sequence.tokens.len(),
+                "sequence {id}: a row of what was never fed"
+            );
         }
-        assert_eq!(sequence.rollout_logprobs.len(), sequence.n_sampled(), "sequence {id}: logprobs");
-        assert_eq!(sequence.versions.len(), sequence.n_sampled(), "sequence {id}: versions");
+        let n_after_prompt = sequence.tokens.len() - sequence.prompt_tokens;
+        assert_eq!(sequence.rollout_logprobs.len(), n_after_prompt, "sequence {id}: logprobs");
+        assert_eq!(sequence.versions.len(), n_after_prompt, "sequence {id}: versions");
+        let is_ascending = sequence.turns.windows(2).all(|pair| pair[0].end < pair[1].start);
+        let is_inside = sequence.turns.iter().all(|turn| {
+            !turn.is_empty() && turn.start >= sequence.prompt_tokens && turn.end <= sequence.tokens.len()
+        });
+        assert!(is_ascending && is_inside, "sequence {id}: turns {:?}", sequence.turns);
         assert!(sequence.n_sampled() < sequence.max_new_tokens.max(1), "sequence {id} is done");
     }
 
@@ -103,16 +115,18 @@ impl Scheduler {
     }
 
     fn check_finished(&self, finished: &Finished) {
-        let (n_tokens, n_sampled) = (finished.tokens.len(), finished.rollout_logprobs.len());
-        assert_eq!(n_tokens, finished.prompt_tokens + n_sampled);
-        assert_eq!(n_sampled, finished.versions.len());
-        assert_eq!(finished.routes.is_some(), self.config.routes.is_some());
+        let (n_tokens, n_after_prompt) = (finished.tokens.len(), finished.rollout_logprobs.len());
+        assert_eq!(n_tokens, finished.prompt_tokens + n_after_prompt);
+        assert_eq!(n_after_prompt, finished.versions.len());
+        assert!(finished.routes.is_none() || self.config.routes.is_some());
         let Some(rows) = finished.view().routes.map(RouteView::rows) else { return };
-        let is_whole = match (n_sampled, finished.finish) {
-            (0, FinishReason::Abort) => rows < n_tokens,
-            (0, _) => rows == n_tokens,
-            _ => rows + 1 == n_tokens,
+        assert!(finished.new_rows <= rows);
+        let end = finished.routes_start + rows;
+        let is_whole = match (finished.n_sampled_in_last_turn(), finished.finish) {
+            (0, FinishReason::Abort) => rows == 0 || end < n_tokens,
+            (0, _) => end == n_tokens,
+            _ => end + 1 == n_tokens,
         };
-        assert!(is_whole, "sequence {} has {rows} rows for {n_tokens} tokens", finished.sequence);
+        assert!(is_whole, "sequence {} has rows to {end} for {n_tokens} tokens", finished.sequence);
     }
 }

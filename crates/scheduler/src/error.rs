@@ -1,6 +1,7 @@
 //! Why the scheduler refuses a configuration, a request or a flush.
 
 use r3_core::ids::GroupId;
+use r3_core::rollout::FinishReason;
 
 /// A refusal, with the numbers that caused it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -19,8 +20,26 @@ pub enum SchedulerError {
     EmptyGroup { group: GroupId },
     #[error("group {group} needs KV for {needed_tokens} tokens, but the whole cache holds {capacity_tokens}")]
     NeverFits { group: GroupId, needed_tokens: usize, capacity_tokens: usize },
-    #[error("{n_running} sequences still hold KV blocks, but a flush needs 0")]
-    Busy { n_running: usize },
+    #[error("group {group} wants its routes, but none are captured")]
+    RoutesOff { group: GroupId },
+    #[error("group {group} wants its routes from row {start} on, but its prompt has {prompt_tokens} tokens")]
+    RoutesStart { group: GroupId, start: usize, prompt_tokens: usize },
+    #[error("no rollout was given to take up again")]
+    NothingToResume,
+    #[error("rollout {index} of group {group} ended with `{finish}` and cannot be taken up {how}")]
+    CannotResume { group: GroupId, index: u32, finish: FinishReason, how: &'static str },
+    #[error("rollout {index} is of group {other}, but those before it are of group {group}")]
+    MixedGroups { group: GroupId, index: u32, other: GroupId },
+    #[error("rollouts of group {group} have sampled nothing, but have different prompts")]
+    MixedPrompts { group: GroupId },
+    #[error(
+        "rollout {index} of group {group} may sample {max_new_tokens} tokens, and has sampled {n_sampled}"
+    )]
+    NothingToSample { group: GroupId, index: u32, n_sampled: usize, max_new_tokens: usize },
+    #[error("the next turn of rollout {index} of group {group} begins with no token")]
+    NothingGiven { group: GroupId, index: u32 },
+    #[error("rollout {index} of group {group} contradicts itself: {n} {what}, but {expected} are needed")]
+    Misshapen { group: GroupId, index: u32, what: &'static str, n: usize, expected: usize },
     #[error("weight epoch {epoch} does not come after the current epoch {current}")]
     StaleEpoch { epoch: u64, current: u64 },
 }
@@ -41,7 +60,23 @@ impl SchedulerError {
                 needed_tokens.div_ceil((*capacity_tokens).max(1)),
                 needed_tokens - capacity_tokens,
             ),
-            Self::Busy { .. } => "tick until nothing is running, or abort what is, before the flush".into(),
+            Self::RoutesOff { .. } => {
+                "build the engine with routes, or do not ask for them: `return_routes: None`".into()
+            }
+            Self::RoutesStart { prompt_tokens, .. } => {
+                format!("ask for rows from {prompt_tokens} or less on")
+            }
+            Self::NothingToResume => "give at least one rollout".into(),
+            Self::CannotResume { .. } => {
+                "an aborted rollout goes on where it stopped, a finished one with its next turn".into()
+            }
+            Self::MixedGroups { .. } => "resume one group at a time".into(),
+            Self::MixedPrompts { .. } => "a group has one prompt: resume the others by themselves".into(),
+            Self::NothingToSample { .. } => "raise `max_new_tokens`, or leave the rollout as it is".into(),
+            Self::NothingGiven { .. } => "give the tokens that follow what was sampled".into(),
+            Self::Misshapen { .. } => {
+                "resume rollouts as they came out of an engine of the same model".into()
+            }
             Self::StaleEpoch { current, .. } => format!("use an epoch of {} or more", current + 1),
         }
     }

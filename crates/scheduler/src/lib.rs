@@ -13,6 +13,8 @@ mod check;
 mod kv_memory;
 mod planner;
 mod prefix_cache;
+mod resume;
+mod retract;
 mod route_pool;
 mod sequence;
 mod trace;

@@ -65,15 +65,7 @@ impl Scheduler {
     fn preempt_youngest(&mut self) {
         let Running { id, .. } = self.running.pop().expect("somebody asked for a block");
         assert!(!self.running.is_empty(), "a request that runs alone always fits");
-        let sequence = self.sequences.get_mut(&id).expect("running sequences exist");
-        sequence.release_blocks(&mut self.kv);
-        sequence.n_preemptions += 1;
-        if sequence.n_sampled() == 0
-            && let Some(family) = self.families.get_mut(&sequence.family)
-        {
-            family.leader = None;
-            family.unstarted.push_front(id);
-        }
+        self.give_up_blocks(id);
         self.waiting.push_front(id);
         self.counters.n_preemptions += 1;
     }
@@ -300,6 +292,7 @@ mod tests {
             max_new_tokens,
             stop_tokens: Arc::new([]),
             prompt_logprobs: false,
+            return_routes: None,
         }
     }
 

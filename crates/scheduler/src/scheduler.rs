@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use r3_core::ids::{BlockId, PolicyVersion, SequenceId};
+use r3_core::ids::{BlockId, GroupId, PolicyVersion, SequenceId};
 use r3_core::rollout::FinishReason;
 use r3_core::routes::RouteDims;
 
@@ -40,6 +40,8 @@ pub struct SchedulerStats {
     pub computed_tokens: u64,
     /// Since the start: times blocks were taken from a running sequence.
     pub n_preemptions: u64,
+    /// Since the start: times a running sequence was retracted, for a refit or because somebody asked.
+    pub n_retractions: u64,
 }
 
 /// Sequences that were submitted with one prompt, of which the first to compute it shares it with the others.
@@ -127,7 +129,8 @@ impl Scheduler {
     /// Queues `n` completions of one prompt, indices `0..n`.
     ///
     /// # Errors
-    /// If `n` is 0, the prompt is empty, or one completion does not fit the whole cache.
+    /// If `n` is 0, the prompt is empty, one completion does not fit the whole cache, or routes are wanted that nobody
+    /// captures or that begin behind the prompt.
     pub fn submit_group(&mut self, request: &Request, n: u32) -> Result<Vec<SequenceId>, SchedulerError> {
         let group = request.group;
         if n == 0 {
@@ -136,23 +139,71 @@ impl Scheduler {
         if request.prompt.is_empty() {
             return Err(SchedulerError::EmptyPrompt { group });
         }
+        if let Some(start) = request.return_routes {
+            self.check_routes(group, start, request.prompt.len())?;
+        }
+        self.check_room(group, request.prompt.len(), request.max_new_tokens)?;
+        let family = SequenceId(self.next_id);
+        let members = (0..n).map(|index| {
+            let id = SequenceId(family.0 + u64::from(index));
+            Sequence::new((id, family), index, request, self.config.routes)
+        });
+        let members = members.collect();
+        Ok(self.queue(members))
+    }
+
+    /// Lets new sequences of one family wait, whose ids are the next ones. Those that sampled nothing yet share a prompt.
+    pub(crate) fn queue(&mut self, members: Vec<Sequence>) -> Vec<SequenceId> {
+        let ids = members.iter().map(|member| member.id).collect();
+        let unstarted: VecDeque<_> = members.iter().filter(|member| member.turns.is_empty()).collect();
+        if unstarted.len() > 1 {
+            let unstarted = unstarted.iter().map(|member| member.id).collect();
+            self.families.insert(members[0].family, Family { leader: None, unstarted });
+        }
+        for member in members {
+            assert_eq!(member.id.0, self.next_id, "ids are given in order");
+            self.next_id += 1;
+            self.waiting.push_back(member.id);
+            self.sequences.insert(member.id, member);
+        }
+        ids
+    }
+
+    /// Refuses a sequence that could not be completed even with the whole cache to itself.
+    pub(crate) fn check_room(
+        &self,
+        group: GroupId,
+        n_tokens: usize,
+        max_new_tokens: usize,
+    ) -> Result<(), SchedulerError> {
         // The last sampled token is never fed, so it needs no slot.
-        let needed_tokens = request.prompt.len().saturating_add(request.max_new_tokens.saturating_sub(1));
+        let needed_tokens = n_tokens.saturating_add(max_new_tokens.saturating_sub(1));
         let capacity_tokens = self.config.n_blocks * self.config.block_tokens;
         if needed_tokens > capacity_tokens {
             return Err(SchedulerError::NeverFits { group, needed_tokens, capacity_tokens });
         }
-        let family = SequenceId(self.next_id);
-        let ids: Vec<_> = (0..n).map(|index| SequenceId(family.0 + u64::from(index))).collect();
-        for (index, &id) in (0..).zip(&ids) {
-            self.sequences.insert(id, Sequence::new((id, family), index, request, self.config.routes));
+        Ok(())
+    }
+
+    /// Refuses routes that nobody captures, or that begin behind the prompt.
+    pub(crate) fn check_routes(
+        &self,
+        group: GroupId,
+        start: usize,
+        prompt_tokens: usize,
+    ) -> Result<(), SchedulerError> {
+        if self.config.routes.is_none() {
+            return Err(SchedulerError::RoutesOff { group });
         }
-        self.waiting.extend(&ids);
-        if n > 1 {
-            self.families.insert(family, Family { leader: None, unstarted: ids.iter().copied().collect() });
+        if start > prompt_tokens {
+            return Err(SchedulerError::RoutesStart { group, start, prompt_tokens });
         }
-        self.next_id += u64::from(n);
-        Ok(ids)
+        Ok(())
+    }
+
+    /// The id the next sequence gets.
+    pub(crate) fn next_id(&self) -> u64 {
+        self.next_id
     }
 
     /// The tick that [`Self::plan`] made.
@@ -202,13 +253,15 @@ impl Scheduler {
         }
         for chunk in &self.plan.chunks {
             let sequence = self.sequences.get_mut(&chunk.sequence).expect("planned sequences exist");
-            let trace = sequence.trace.as_mut().expect("routes are on");
             for at in 0..chunk.n_tokens {
                 write_row(chunk.first_row + at, &mut self.route_ids);
                 let position = chunk.start + at;
                 let block = sequence.blocks[position / self.config.block_tokens];
                 let offset = position % self.config.block_tokens;
-                trace.extend(position, self.kv.record(BlockId(block), offset, &self.route_ids));
+                let row = self.kv.record(BlockId(block), offset, &self.route_ids);
+                if let Some(trace) = &mut sequence.trace {
+                    trace.extend(position, row);
+                }
             }
         }
     }
@@ -286,31 +339,6 @@ impl Scheduler {
         while let Some((&id, _)) = self.sequences.first_key_value() {
             self.finish(id, FinishReason::Abort);
         }
-    }
-
-    /// Begins weight epoch `epoch`: no block and no route row of an older epoch can be found afterwards.
-    ///
-    /// What waiting requests emitted stays as it is, since it was sampled under the old weights; one that sampled
-    /// nothing starts over.
-    ///
-    /// # Errors
-    /// If a sequence holds blocks, or the epoch does not move forward. Nothing changes then.
-    ///
-    /// # Panics
-    /// Inside a tick.
-    pub fn flush(&mut self, epoch: u64) -> Result<(), SchedulerError> {
-        assert!(!self.is_in_tick, "a flush happens between ticks");
-        if !self.running.is_empty() {
-            return Err(SchedulerError::Busy { n_running: self.running.len() });
-        }
-        if epoch <= self.kv.epoch() {
-            return Err(SchedulerError::StaleEpoch { epoch, current: self.kv.epoch() });
-        }
-        self.kv.flush(epoch);
-        for sequence in self.sequences.values_mut().filter(|sequence| sequence.n_sampled() == 0) {
-            sequence.restart();
-        }
-        Ok(())
     }
 
     /// Whether a tick would do anything.
@@ -414,13 +442,12 @@ impl Scheduler {
 
 /// Asserts that the engine recorded every row it computed.
 fn assert_recorded(sequence: &Sequence) {
-    let rows = sequence.trace.as_ref().map(|_| sequence.trace_rows());
     assert!(
-        rows.is_none_or(|rows| rows >= sequence.computed),
+        sequence.trace.is_none() || sequence.trace_end() >= sequence.computed,
         "sequence {} computed {} tokens, but recorded {} route rows",
         sequence.id,
         sequence.computed,
-        sequence.trace_rows(),
+        sequence.trace_end(),
     );
     let logprobs = sequence.prompt_logprobs.as_ref().map_or(usize::MAX, Vec::len);
     assert!(
@@ -435,7 +462,7 @@ fn assert_recorded(sequence: &Sequence) {
 mod tests {
     use std::sync::Arc;
 
-    use r3_core::ids::{GroupId, TokenId};
+    use r3_core::ids::TokenId;
 
     use super::*;
 
@@ -455,6 +482,7 @@ mod tests {
             max_new_tokens,
             stop_tokens: Arc::new([TokenId(0)]),
             prompt_logprobs: false,
+            return_routes: None,
         }
     }
 
@@ -519,26 +547,6 @@ mod tests {
         assert_eq!(ends.iter().map(|end| end.tokens.len()).collect::<Vec<_>>(), [4, 4, 3]);
         assert!(!scheduler.has_work() && scheduler.families.is_empty());
         assert_eq!(scheduler.stats().n_held_blocks, 0);
-    }
-
-    #[test]
-    fn a_flush_starts_over_what_sampled_nothing() {
-        let dims = RouteDims { n_layers: 1, top_k: 1, n_experts: 4 };
-        let mut scheduler = Scheduler::new(SchedulerConfig { routes: Some(dims), ..CONFIG }).unwrap();
-        let id = scheduler.submit(&request(12, 4)).unwrap();
-        assert!(scheduler.plan());
-        scheduler.record(|_, out| out[0] = 3);
-        scheduler.advance(&[], PolicyVersion(0));
-        assert_eq!(scheduler.flush(1), Err(SchedulerError::Busy { n_running: 1 }));
-        assert_eq!(scheduler.get(id).trace_rows(), 8);
-        // What only a preemption does: the sequence waits, with rows it was not sampled under.
-        scheduler.running.clear();
-        scheduler.waiting.push_back(id);
-        scheduler.sequences.get_mut(&id).unwrap().release_blocks(&mut scheduler.kv);
-        scheduler.flush(1).unwrap();
-        scheduler.check();
-        assert_eq!(scheduler.get(id).trace_rows(), 0);
-        assert_eq!(scheduler.flush(1), Err(SchedulerError::StaleEpoch { epoch: 1, current: 1 }));
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! One request on its way: what it emitted, which survives everything, and the KV it holds, which does not.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use r3_core::ids::{BlockId, GroupId, PolicyVersion, SequenceId, TokenId};
@@ -8,7 +9,7 @@ use r3_core::routes::RouteDims;
 
 use crate::kv_memory::{Hit, KvMemory};
 use crate::prefix_cache::Prefix;
-use crate::request::{Finished, Request};
+use crate::request::{Finished, Limits, Request};
 use crate::trace::Trace;
 
 /// How far a sequence's full blocks are in the prefix cache.
@@ -28,17 +29,26 @@ impl Published {
 
 /// Two halves. *Emitted* (tokens, logprobs, versions, trace) only grows. *Resident* (blocks, `computed`,
 /// `published`) is given up on preemption and computed again.
+#[derive(Clone)]
 pub(crate) struct Sequence {
     pub(crate) id: SequenceId,
     pub(crate) group: GroupId,
     pub(crate) index: u32,
     /// The first sequence of the same `submit_group`: its members have one prompt.
     pub(crate) family: SequenceId,
+    /// Of this turn.
     pub(crate) max_new_tokens: usize,
     stop_tokens: Arc<[TokenId]>,
+    /// Of the first turn.
     pub(crate) prompt_tokens: usize,
+    /// Position of the first token this turn samples.
+    turn_start: usize,
+    /// End of the trace that came along from earlier turns or attempts.
+    inherited_rows: usize,
 
     pub(crate) tokens: Vec<TokenId>,
+    /// Positions sampled, one range for each turn.
+    pub(crate) turns: Vec<Range<usize>>,
     pub(crate) rollout_logprobs: Vec<f32>,
     pub(crate) versions: Vec<PolicyVersion>,
     pub(crate) prompt_logprobs: Option<Vec<f32>>,
@@ -68,11 +78,14 @@ impl Sequence {
             max_new_tokens: request.max_new_tokens,
             stop_tokens: Arc::clone(&request.stop_tokens),
             prompt_tokens: request.prompt.len(),
+            turn_start: request.prompt.len(),
+            inherited_rows: 0,
             tokens: request.prompt.to_vec(),
+            turns: Vec::new(),
             rollout_logprobs: Vec::new(),
             versions: Vec::new(),
             prompt_logprobs: request.prompt_logprobs.then(Vec::new),
-            trace: routes.map(Trace::new),
+            trace: routes.zip(request.return_routes).map(|(dims, start)| Trace::new(dims, start)),
             cached_tokens: 0,
             n_preemptions: 0,
             blocks: Vec::new(),
@@ -81,8 +94,58 @@ impl Sequence {
         }
     }
 
+    /// Takes a rollout up again: to sample on behind its last sampled token or, if it was aborted before this turn's
+    /// first, to begin with that one. What it emitted moves in.
+    pub(crate) fn resumed(
+        (id, family): (SequenceId, SequenceId),
+        rollout: Finished,
+        limits: &Limits,
+    ) -> Self {
+        let start = rollout.routes_start;
+        let mut sequence = Self {
+            id,
+            group: rollout.group,
+            index: rollout.index,
+            family,
+            max_new_tokens: limits.max_new_tokens,
+            stop_tokens: Arc::clone(&limits.stop_tokens),
+            prompt_tokens: rollout.prompt_tokens,
+            turn_start: rollout.tokens.len() - rollout.n_sampled_in_last_turn(),
+            inherited_rows: 0,
+            tokens: rollout.tokens,
+            turns: rollout.turns,
+            rollout_logprobs: rollout.rollout_logprobs,
+            versions: rollout.versions,
+            prompt_logprobs: rollout.prompt_logprobs,
+            trace: rollout.routes.map(|rows| Trace::of(start, rows)),
+            cached_tokens: rollout.cached_tokens,
+            n_preemptions: rollout.n_preemptions,
+            blocks: Vec::new(),
+            computed: 0,
+            published: Published::NOTHING,
+        };
+        sequence.drop_unemitted();
+        sequence.inherited_rows = sequence.trace_end();
+        sequence
+    }
+
+    /// Appends tokens that nobody sampled, as the next turn's prompt.
+    pub(crate) fn give(&mut self, given: &[TokenId]) {
+        let version = *self.versions.last().expect("a turn follows a sampled token");
+        self.tokens.extend_from_slice(given);
+        self.rollout_logprobs.resize(self.rollout_logprobs.len() + given.len(), 0.0);
+        self.versions.resize(self.versions.len() + given.len(), version);
+        self.turn_start = self.tokens.len();
+    }
+
+    /// Tokens sampled in this turn.
     pub(crate) fn n_sampled(&self) -> usize {
-        self.tokens.len() - self.prompt_tokens
+        self.tokens.len() - self.turn_start
+    }
+
+    /// Rows under which a logprob was emitted: all before the last sampled token.
+    pub(crate) fn emitted_rows(&self) -> usize {
+        self.turns.last().map_or(0, |turn| turn.end - 1)
     }
 
     /// Tokens that must be computed before the next one can be sampled.
@@ -90,9 +153,9 @@ impl Sequence {
         self.tokens.len() - self.computed
     }
 
-    /// Route rows the trace has; 0 when routes are off.
-    pub(crate) fn trace_rows(&self) -> usize {
-        self.trace.as_ref().map_or(0, Trace::rows)
+    /// Position after the last route row the trace has; 0 without a trace.
+    pub(crate) fn trace_end(&self) -> usize {
+        self.trace.as_ref().map_or(0, Trace::end)
     }
 
     /// Tokens a prefix hit may cover: never the last, whose logits are needed, nor a row whose logprob is.
@@ -114,7 +177,7 @@ impl Sequence {
     pub(crate) fn adopt(&mut self, hit: Hit, kv: &KvMemory, block_tokens: usize) {
         for (at, &block) in hit.blocks.iter().enumerate() {
             let start = at * block_tokens;
-            let known = self.trace_rows().saturating_sub(start);
+            let known = self.trace_end().saturating_sub(start);
             if let Some(trace) = &mut self.trace
                 && known < block_tokens
             {
@@ -124,7 +187,7 @@ impl Sequence {
         }
         self.computed = hit.blocks.len() * block_tokens;
         self.published = Published { n_blocks: hit.blocks.len(), end: hit.end, is_cut: false };
-        if self.n_sampled() == 0 {
+        if self.turns.is_empty() {
             self.cached_tokens = self.computed;
         }
     }
@@ -138,7 +201,7 @@ impl Sequence {
             own.extend_from_slice(&of_leader[own.len()..]);
         }
         if let (Some(trace), Some(of_leader)) = (&mut self.trace, &leader.trace) {
-            trace.extend(0, of_leader.view().bytes());
+            trace.extend(of_leader.start(), of_leader.view().bytes());
         }
     }
 
@@ -162,6 +225,11 @@ impl Sequence {
         logprob: f32,
         version: PolicyVersion,
     ) -> Option<FinishReason> {
+        let position = self.tokens.len();
+        match self.turns.last_mut() {
+            Some(turn) if position > self.turn_start => turn.end = position + 1,
+            _ => self.turns.push(position..position + 1),
+        }
         self.tokens.push(token);
         self.rollout_logprobs.push(logprob);
         self.versions.push(version);
@@ -181,33 +249,42 @@ impl Sequence {
         self.published = Published::NOTHING;
     }
 
-    /// Forgets routes and prompt logprobs of a request that sampled nothing: they are of weights it will not use.
-    pub(crate) fn restart(&mut self) {
-        assert!(
-            self.n_sampled() == 0 && self.blocks.is_empty(),
-            "only an unsampled, waiting request restarts"
-        );
-        self.cached_tokens = 0;
+    /// Forgets the rows under which no logprob was emitted, and the prompt logprobs of who sampled nothing: they are
+    /// of weights that will not sample the next token.
+    pub(crate) fn drop_unemitted(&mut self) {
+        assert!(self.blocks.is_empty(), "rows of resident tokens are needed");
+        let end = self.emitted_rows();
         if let Some(trace) = &mut self.trace {
-            trace.clear();
+            trace.truncate(end);
         }
-        if let Some(logprobs) = &mut self.prompt_logprobs {
-            logprobs.clear();
+        if self.turns.is_empty() {
+            self.cached_tokens = 0;
+            if let Some(logprobs) = &mut self.prompt_logprobs {
+                logprobs.clear();
+            }
         }
     }
 
-    pub(crate) fn finish(self, finish: FinishReason) -> Finished {
-        // The last token of a prompt that was computed for its own sake is the only last token with a row.
+    pub(crate) fn finish(mut self, finish: FinishReason) -> Finished {
+        // The last token of a prompt that was computed for its own sake is the only last token with a row. Another is
+        // there only if a tick was given up after its routes were recorded.
         let max_rows = self.tokens.len() - usize::from(finish == FinishReason::Abort);
+        if let Some(trace) = &mut self.trace {
+            trace.truncate(max_rows);
+        }
+        let routes_start = self.trace.as_ref().map_or(0, Trace::start);
         Finished {
             sequence: self.id,
             group: self.group,
             index: self.index,
+            new_rows: self.trace_end().saturating_sub(self.inherited_rows.max(routes_start)),
             tokens: self.tokens,
             prompt_tokens: self.prompt_tokens,
+            turns: self.turns,
             rollout_logprobs: self.rollout_logprobs,
             versions: self.versions,
-            routes: self.trace.map(|trace| trace.into_rows(max_rows)),
+            routes: self.trace.map(Trace::into_rows),
+            routes_start,
             prompt_logprobs: self.prompt_logprobs,
             finish,
             cached_tokens: self.cached_tokens,
@@ -229,6 +306,7 @@ mod tests {
             max_new_tokens: 2,
             stop_tokens: [TokenId(0)].into(),
             prompt_logprobs,
+            return_routes: Some(0),
         };
         Sequence::new((SequenceId(0), SequenceId(0)), 0, &request, Some(DIMS))
     }
@@ -278,7 +356,7 @@ mod tests {
         preempted.settle(&mut kv, 3, 2);
         preempted.push(TokenId(4), -1.0, PolicyVersion(1));
         preempted.release_blocks(&mut kv);
-        assert_eq!((preempted.computed, preempted.n_pending(), preempted.trace_rows()), (0, 4, 3));
+        assert_eq!((preempted.computed, preempted.n_pending(), preempted.trace_end()), (0, 4, 3));
         assert_eq!((kv.n_idle(), kv.n_available()), (1, 2), "the full block can be found again");
         assert_eq!(kv.hit(&preempted.tokens, 3).blocks, [full]);
     }

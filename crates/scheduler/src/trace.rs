@@ -6,52 +6,60 @@ use r3_core::routes::{RouteDims, RouteRows, RouteView};
 ///
 /// Rows are appended in order of position and never change: a preempted sequence computes its positions again,
 /// perhaps under other weights, but the logprobs it already emitted belong to the first routes.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Trace {
+    /// Position of the first row: what comes before it, the request does not want back.
+    start: usize,
     rows: RouteRows,
 }
 
 impl Trace {
-    pub(crate) fn new(dims: RouteDims) -> Self {
-        Self { rows: RouteRows::with_capacity(dims, 0) }
+    /// No rows yet, of positions from `start` on.
+    pub(crate) fn new(dims: RouteDims, start: usize) -> Self {
+        Self::of(start, RouteRows::with_capacity(dims, 0))
     }
 
-    pub(crate) fn rows(&self) -> usize {
-        self.rows.rows()
+    /// Takes over rows that an earlier turn or attempt left, of positions from `start` on.
+    pub(crate) fn of(start: usize, rows: RouteRows) -> Self {
+        Self { start, rows }
+    }
+
+    /// Position of the first row.
+    pub(crate) fn start(&self) -> usize {
+        self.start
+    }
+
+    /// Position after the last row.
+    pub(crate) fn end(&self) -> usize {
+        self.start + self.rows.rows()
     }
 
     pub(crate) fn view(&self) -> RouteView<'_> {
         self.rows.view()
     }
 
-    /// Appends those of `rows`, bytes `[n, L, K]` for positions `start..start + n`, that the trace does not have.
+    /// Appends those of `rows`, bytes `[n, L, K]` for positions `position..position + n`, that the trace does not
+    /// have.
     ///
     /// # Panics
-    /// If `start` is past the end: a trace has no holes.
-    pub(crate) fn extend(&mut self, start: usize, rows: &[u8]) {
-        let held = self.rows().checked_sub(start);
+    /// If `position` is past the end: a trace has no holes.
+    pub(crate) fn extend(&mut self, position: usize, rows: &[u8]) {
+        let held = self.end().checked_sub(position);
         let held =
-            held.unwrap_or_else(|| panic!("row {start} would leave a hole after {} rows", self.rows()));
+            held.unwrap_or_else(|| panic!("row {position} would leave a hole after row {}", self.end()));
         let held_bytes = held * self.view().dims().row_bytes();
         if let Some(new) = rows.get(held_bytes..) {
             self.rows.append(new);
         }
     }
 
-    /// Forgets all rows: only for a request that emitted nothing under them.
-    pub(crate) fn clear(&mut self) {
-        *self = Self::new(self.view().dims());
+    /// Forgets the rows of positions from `end` on: only of those under which no logprob was emitted.
+    pub(crate) fn truncate(&mut self, end: usize) {
+        self.rows.truncate(end.saturating_sub(self.start));
     }
 
-    /// The first `max_rows` rows; more there are only if a tick was given up after its routes were recorded.
-    pub(crate) fn into_rows(self, max_rows: usize) -> RouteRows {
-        if self.rows() <= max_rows {
-            return self.rows;
-        }
-        let dims = self.view().dims();
-        let mut rows = RouteRows::with_capacity(dims, max_rows);
-        rows.append(&self.view().bytes()[..max_rows * dims.row_bytes()]);
-        rows
+    pub(crate) fn into_rows(self) -> RouteRows {
+        self.rows
     }
 }
 
@@ -63,7 +71,7 @@ mod tests {
 
     #[test]
     fn a_row_is_written_once() {
-        let mut trace = Trace::new(DIMS);
+        let mut trace = Trace::new(DIMS, 0);
         trace.extend(0, &[0, 1, 2, 3]);
         trace.extend(0, &[3, 3]);
         trace.extend(1, &[3, 3, 1, 0]);
@@ -72,7 +80,7 @@ mod tests {
 
     #[test]
     fn rows_that_end_before_the_trace_does_change_nothing() {
-        let mut trace = Trace::new(DIMS);
+        let mut trace = Trace::new(DIMS, 0);
         trace.extend(0, &[0, 1, 2, 3, 1, 2]);
         trace.extend(0, &[3, 0]);
         trace.extend(1, &[]);
@@ -80,19 +88,31 @@ mod tests {
     }
 
     #[test]
-    fn a_finished_trace_has_no_row_too_many() {
-        let trace = || {
-            let mut trace = Trace::new(DIMS);
-            trace.extend(0, &[0, 1, 2, 3]);
-            trace
-        };
-        assert_eq!(trace().into_rows(1).view().bytes(), [0, 1]);
-        assert_eq!(trace().into_rows(5).view().bytes(), [0, 1, 2, 3]);
+    fn a_trace_that_starts_late_takes_no_row_before() {
+        let mut trace = Trace::new(DIMS, 2);
+        trace.extend(0, &[0, 1]);
+        assert_eq!((trace.start(), trace.end()), (2, 2));
+        trace.extend(1, &[0, 1, 2, 3, 1, 0]);
+        assert_eq!((trace.view().bytes(), trace.end()), (&[2, 3, 1, 0][..], 4));
+        trace.extend(4, &[3, 1]);
+        assert_eq!(trace.end(), 5);
+    }
+
+    #[test]
+    fn truncation_counts_positions() {
+        let mut trace = Trace::new(DIMS, 1);
+        trace.extend(1, &[0, 1, 2, 3, 1, 0]);
+        trace.truncate(9);
+        assert_eq!(trace.end(), 4);
+        trace.truncate(3);
+        assert_eq!(trace.view().bytes(), [0, 1, 2, 3]);
+        trace.truncate(0);
+        assert_eq!((trace.start(), trace.end()), (1, 1));
     }
 
     #[test]
     fn a_hole_is_a_bug_and_not_a_row_of_zeros() {
-        let hole = std::panic::catch_unwind(|| Trace::new(DIMS).extend(1, &[0, 1]));
+        let hole = std::panic::catch_unwind(|| Trace::new(DIMS, 0).extend(1, &[0, 1]));
         assert!(hole.is_err());
     }
 }

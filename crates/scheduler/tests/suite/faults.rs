@@ -228,16 +228,26 @@ fn a_shared_prompt_is_computed_again_after_each_of_many_refits() {
     }
 }
 
-/// The other half of the same faults: a refit must not reach a sequence that is still using the old blocks.
+/// sgl-project/sglang#39633, radixark/miles#3277: a retraction around a refit kept the logprobs and overwrote their
+/// routes. vllm-project/vllm#54443: one version for a request that straddles a refit.
 #[test]
-fn a_refit_waits_for_the_running() {
+fn a_refit_in_mid_request_keeps_the_rows_of_what_was_sampled() {
     let mut engine = NaiveEngine::new(CONFIG);
-    engine.submit(&unstoppable(0, &[1, 2], 4), 1);
-    assert!(engine.tick());
-    let refused = engine.scheduler.flush(1).unwrap_err();
-    assert_eq!(refused.to_string(), "1 sequences still hold KV blocks, but a flush needs 0");
+    let sequence = engine.submit(&unstoppable(0, &[1, 2, 3, 4], 10), 1)[0];
+    (0..6).for_each(|_| assert!(engine.tick()));
+    let before = engine.scheduler.in_flight().remove(0);
+    assert_eq!((before.sequence, before.tokens.len(), rows(&before)), (sequence, 10, 9));
+    engine.flush();
     engine.drain();
-    assert!(engine.scheduler.flush(1).is_ok());
+    let after = &engine.finished[0];
+    assert_eq!(rows(after), 13);
+    for position in 0..9 {
+        assert_eq!(row(after, position), row(&before, position), "row {position}");
+    }
+    assert_eq!(
+        after.versions,
+        [[0; 6].as_slice(), &[1; 4]].concat().into_iter().map(PolicyVersion).collect::<Vec<_>>()
+    );
     assert!(engine.scheduler.flush(1).is_err(), "an epoch begins once");
 }
 

@@ -53,6 +53,7 @@ impl NaiveEngine {
     }
 
     pub(crate) fn submit(&mut self, request: &Request, n: u32) -> Vec<SequenceId> {
+        let request = &Request { return_routes: self.config.routes.map(|_| 0), ..request.clone() };
         let Ok(ids) = self.scheduler.submit_group(request, n) else {
             let needed = request.prompt.len() + request.max_new_tokens.saturating_sub(1);
             assert!(needed > self.kv.len(), "a request that fits was refused");
@@ -126,11 +127,8 @@ impl NaiveEngine {
         self.expected.iter().any(is_preempted)
     }
 
-    /// Takes back what runs, so that only waiting requests see the next epoch, and begins it.
+    /// Begins the next epoch, whatever runs.
     pub(crate) fn flush(&mut self) {
-        let running: Vec<_> =
-            self.expected.keys().copied().filter(|&id| !self.scheduler.block_table(id).is_empty()).collect();
-        running.into_iter().for_each(|id| self.abort(id));
         self.scheduler.flush(self.scheduler.epoch() + 1).unwrap();
         self.scheduler.check();
         let stats = self.scheduler.stats();
@@ -290,6 +288,7 @@ pub(crate) fn request(group: u64, prompt: &[u32], max_new_tokens: usize) -> Requ
         max_new_tokens,
         stop_tokens: Arc::new([STOP]),
         prompt_logprobs: false,
+        return_routes: Some(0),
     }
 }
 

@@ -1,0 +1,97 @@
+//! Rollouts that go on: where an abort stopped them, or with the next turn of their conversation.
+
+use std::sync::Arc;
+
+use r3_core::ids::{SequenceId, TokenId};
+use r3_scheduler::request::{Finished, Limits, Refused};
+
+use crate::engine::Engine;
+use crate::error::EngineError;
+use crate::sampler::Sampling;
+
+/// How a rollout that is taken up again is sampled.
+#[derive(Clone, Debug)]
+pub struct Continuation {
+    /// Tokens to sample at most in this turn, at least 1; those sampled in it before an abort count.
+    pub max_new_tokens: usize,
+    /// Any of these ends the turn.
+    pub stop_tokens: Arc<[TokenId]>,
+    /// How tokens are drawn.
+    pub sampling: Sampling,
+    /// Keys the draws, together with group, index and position: an aborted rollout goes on as if it had not been.
+    pub seed: u64,
+}
+
+/// Rollouts that could not be taken up again: whole, as they came.
+#[derive(Debug)]
+pub struct Returned {
+    /// Why.
+    pub error: EngineError,
+    /// The rollouts.
+    pub rollouts: Vec<Finished>,
+}
+
+impl Engine {
+    /// Goes on with aborted rollouts of one group where they stopped: see [`Scheduler::resume`].
+    ///
+    /// # Errors
+    /// If a rollout was not aborted, has sampled all it may, contradicts itself or does not fit, or they are not of one
+    /// group. The rollouts come back as they were.
+    ///
+    /// [`Scheduler::resume`]: r3_scheduler::scheduler::Scheduler::resume
+    pub fn resume(
+        &mut self,
+        rollouts: Vec<Finished>,
+        how: &Continuation,
+    ) -> Result<Vec<SequenceId>, Box<Returned>> {
+        for rollout in &rollouts {
+            let left = how.max_new_tokens.saturating_sub(rollout.n_sampled_in_last_turn());
+            if let Err(error) = self.check_request(&rollout.tokens, left) {
+                return Err(Box::new(Returned { error, rollouts }));
+            }
+        }
+        let ids = self.scheduler.resume(rollouts, &how.limits()).map_err(returned)?;
+        self.sampling.extend(ids.iter().map(|&id| (id, (how.sampling, how.seed))));
+        Ok(ids)
+    }
+
+    /// Begins the next turn of a rollout that ended: `given` follows its tokens, then more are sampled. See
+    /// [`Scheduler::next_turn`].
+    ///
+    /// # Errors
+    /// If the rollout did not end by itself, contradicts itself or would not fit, a token is outside the vocabulary, or
+    /// nothing is given or to be sampled. The rollout comes back as it was.
+    ///
+    /// [`Scheduler::next_turn`]: r3_scheduler::scheduler::Scheduler::next_turn
+    pub fn next_turn(
+        &mut self,
+        rollout: Finished,
+        given: &[TokenId],
+        how: &Continuation,
+    ) -> Result<SequenceId, Box<Returned>> {
+        let n_new = given.len().saturating_add(how.max_new_tokens);
+        let checked = self.check_request(&rollout.tokens, n_new).and_then(|()| self.check_request(given, 0));
+        if let Err(error) = checked {
+            return Err(Box::new(Returned { error, rollouts: vec![rollout] }));
+        }
+        let id = self.scheduler.next_turn(rollout, given, &how.limits()).map_err(returned)?;
+        self.sampling.insert(id, (how.sampling, how.seed));
+        Ok(id)
+    }
+
+    /// Every unfinished request as [`Self::abort`] would return it, oldest first, copied; nothing changes.
+    #[must_use]
+    pub fn in_flight(&self) -> Vec<Finished> {
+        self.scheduler.in_flight()
+    }
+}
+
+impl Continuation {
+    fn limits(&self) -> Limits {
+        Limits { max_new_tokens: self.max_new_tokens, stop_tokens: Arc::clone(&self.stop_tokens) }
+    }
+}
+
+fn returned(Refused { error, rollouts }: Refused) -> Box<Returned> {
+    Box::new(Returned { error: error.into(), rollouts })
+}
