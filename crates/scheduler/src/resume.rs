@@ -310,6 +310,21 @@ mod tests {
     }
 
     #[test]
+    fn the_unstarted_of_a_resumed_group_share_a_prefill_whoever_leads_the_group() {
+        let mut scheduler = Scheduler::new(SchedulerConfig { max_running: 1, ..CONFIG }).unwrap();
+        scheduler.submit_group(&request(&[1, 2, 3], 4), 3).unwrap();
+        tick(&mut scheduler, 1);
+        scheduler.abort_all();
+        let aborted: Vec<_> = std::iter::from_fn(|| scheduler.take_finished()).collect();
+        assert_eq!(aborted.iter().map(|rollout| rollout.turns.len()).collect::<Vec<_>>(), [1, 0, 0]);
+        let mut scheduler = self::scheduler();
+        scheduler.resume(aborted, &limits(4)).unwrap();
+        scheduler.check();
+        assert_eq!(tick(&mut scheduler, 1), 4 + 3, "the first goes on, the others compute one prompt");
+        assert_eq!(scheduler.stats().n_running, 3);
+    }
+
+    #[test]
     fn what_cannot_go_on_is_refused_and_comes_back() {
         let mut scheduler = scheduler();
         scheduler.submit(&request(&[1, 2], 2)).unwrap();

@@ -155,10 +155,10 @@ impl Scheduler {
     /// Lets new sequences of one family wait, whose ids are the next ones. Those that sampled nothing yet share a prompt.
     pub(crate) fn queue(&mut self, members: Vec<Sequence>) -> Vec<SequenceId> {
         let ids = members.iter().map(|member| member.id).collect();
-        let unstarted: VecDeque<_> = members.iter().filter(|member| member.turns.is_empty()).collect();
-        if unstarted.len() > 1 {
-            let unstarted = unstarted.iter().map(|member| member.id).collect();
-            self.families.insert(members[0].family, Family { leader: None, unstarted });
+        let unstarted: Vec<_> = members.iter().filter(|member| member.turns.is_empty()).collect();
+        if let [first, _, ..] = unstarted[..] {
+            let ids = unstarted.iter().map(|member| member.id).collect();
+            self.families.insert(first.family, Family { leader: None, unstarted: ids });
         }
         for member in members {
             assert_eq!(member.id.0, self.next_id, "ids are given in order");
