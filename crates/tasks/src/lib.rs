@@ -7,6 +7,7 @@
 
 pub mod arithmetic;
 pub mod chat;
+pub mod conversation;
 pub mod dataset;
 pub mod error;
 pub mod jsonl;
