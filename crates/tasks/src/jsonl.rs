@@ -52,9 +52,10 @@ pub fn dataset(
     keys: &Keys,
     tokenizer: &Tokenizer,
 ) -> Result<Dataset, TaskError> {
-    let mut train_rows = Rows::read(train, keys, tokenizer)?;
+    let read = |path: &Path| Rows::read(path, |line| problem(line, keys, tokenizer));
+    let mut train_rows = read(train)?;
     let held_out_rows = match held_out {
-        HeldOut::File(path) => Rows::read(path, keys, tokenizer)?,
+        HeldOut::File(path) => read(path)?,
         HeldOut::Last(n) => train_rows.split_last(*n)?,
     };
     let mut seen: HashMap<&str, (&Path, usize)> =
@@ -65,7 +66,7 @@ pub fn dataset(
             return Err(fault.at_line(&held_out_rows.path, *line));
         }
     }
-    Ok(Dataset { train: train_rows.into_problems(), held_out: held_out_rows.into_problems() })
+    Ok(Dataset { train: train_rows.into_values(), held_out: held_out_rows.into_values() })
 }
 
 /// Reads the problems of `path`, one JSON object a line; blank lines are skipped.
@@ -75,17 +76,21 @@ pub fn dataset(
 /// messages that the template refuses, or text that the vocabulary lacks. Also if the file holds no problem
 /// at all.
 pub fn read(path: &Path, keys: &Keys, tokenizer: &Tokenizer) -> Result<Vec<Problem>, TaskError> {
-    Ok(Rows::read(path, keys, tokenizer)?.into_problems())
+    Ok(Rows::read(path, |line| problem(line, keys, tokenizer))?.into_values())
 }
 
-/// The problems of a file with their line numbers, from 1.
-struct Rows {
+/// What the lines of a file hold, with their numbers, from 1.
+pub(crate) struct Rows<T> {
     path: PathBuf,
-    rows: Vec<(usize, Problem)>,
+    rows: Vec<(usize, T)>,
 }
 
-impl Rows {
-    fn read(path: &Path, keys: &Keys, tokenizer: &Tokenizer) -> Result<Self, TaskError> {
+impl<T> Rows<T> {
+    /// Reads every line with `parse`; blank ones are skipped.
+    pub(crate) fn read(
+        path: &Path,
+        parse: impl Fn(&[u8]) -> Result<T, TaskError>,
+    ) -> Result<Self, TaskError> {
         let unreadable = |source| TaskError::Unreadable { path: path.into(), source };
         let mut reader = BufReader::new(File::open(path).map_err(unreadable)?);
         let mut rows = Vec::new();
@@ -96,10 +101,7 @@ impl Rows {
                 break;
             }
             if !bytes.trim_ascii().is_empty() {
-                rows.push((
-                    line,
-                    problem(&bytes, keys, tokenizer).map_err(|fault| fault.at_line(path, line))?,
-                ));
+                rows.push((line, parse(&bytes).map_err(|fault| fault.at_line(path, line))?));
             }
         }
         if rows.is_empty() {
@@ -108,7 +110,7 @@ impl Rows {
         Ok(Self { path: path.into(), rows })
     }
 
-    /// Takes the last `n` problems away.
+    /// Takes the last `n` lines away.
     fn split_last(&mut self, n: usize) -> Result<Self, TaskError> {
         if n >= self.rows.len() {
             return Err(TaskError::NothingToTrainOn { held_out: n, n_problems: self.rows.len() });
@@ -117,14 +119,19 @@ impl Rows {
         Ok(Self { path: self.path.clone(), rows })
     }
 
-    fn into_problems(self) -> Vec<Problem> {
-        self.rows.into_iter().map(|(_, problem)| problem).collect()
+    pub(crate) fn into_values(self) -> Vec<T> {
+        self.rows.into_iter().map(|(_, value)| value).collect()
     }
 }
 
+/// One line, as an object.
+pub(crate) fn parse_row(line: &[u8]) -> Result<Map<String, Value>, TaskError> {
+    serde_json::from_slice(line.trim_ascii_end())
+        .map_err(|error| TaskError::NotJson { reason: without_line(&error) })
+}
+
 fn problem(line: &[u8], keys: &Keys, tokenizer: &Tokenizer) -> Result<Problem, TaskError> {
-    let row: Map<String, Value> = serde_json::from_slice(line.trim_ascii_end())
-        .map_err(|error| TaskError::NotJson { reason: without_line(&error) })?;
+    let row = parse_row(line)?;
     let prompt = match value(&row, &keys.prompt)? {
         Value::String(text) => text.clone(),
         Value::Array(turns) => {
@@ -156,7 +163,7 @@ fn without_line(error: &serde_json::Error) -> String {
     }
 }
 
-fn message(turn: &Value) -> Result<Message, TaskError> {
+pub(crate) fn message(turn: &Value) -> Result<Message, TaskError> {
     let Value::Object(turn) = turn else { return Err(wrong_type("messages", turn, "a list of objects")) };
     if let Some(key) = turn.keys().find(|key| !matches!(key.as_str(), "role" | "content")) {
         return Err(TaskError::UnknownMessageKey { key: key.clone() });
@@ -168,12 +175,12 @@ fn message(turn: &Value) -> Result<Message, TaskError> {
     Ok(Message { role: text("role")?, content: text("content")? })
 }
 
-fn value<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a Value, TaskError> {
+pub(crate) fn value<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a Value, TaskError> {
     row.get(key)
         .ok_or_else(|| TaskError::MissingKey { key: key.into(), found: row.keys().cloned().collect() })
 }
 
-fn wrong_type(key: &str, value: &Value, expected: &'static str) -> TaskError {
+pub(crate) fn wrong_type(key: &str, value: &Value, expected: &'static str) -> TaskError {
     TaskError::WrongType { key: key.into(), found: kind(value), expected }
 }
 

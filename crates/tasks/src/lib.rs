@@ -13,6 +13,7 @@ pub mod error;
 pub mod jsonl;
 pub mod number;
 pub mod reward;
+pub mod script;
 pub mod tokenizer;
 
 mod special;
