@@ -8,6 +8,7 @@ pub mod engine;
 pub mod error;
 #[cfg(test)]
 mod fixtures;
+pub mod memory;
 pub mod refit;
 pub mod resume;
 pub mod sampler;
