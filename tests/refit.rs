@@ -7,13 +7,16 @@ use std::cell::Cell;
 
 use common::{MODELS, Rollout, Sampled, checkpoint, engine, finish, plain, request, sample, tokens};
 use r3_core::ids::PolicyVersion;
+use r3_core::rollout::FinishReason;
 use r3_engine::config::EngineConfig;
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::error::EngineError;
+use r3_engine::resume::Continuation;
 use r3_kernels::gemm::Dtype;
 use r3_model::checkpoint::Checkpoint;
 use r3_model::error::ModelError;
 use r3_model::source::{TensorSource, canonical_tensors, hash_tensors};
+use r3_scheduler::request::Finished;
 
 /// A source that a test meddles with: `meddle(read, name, values)` sees every read, numbered from 0.
 struct Meddled<'a, F> {
@@ -199,26 +202,89 @@ fn weights_that_change_while_they_are_read_fail_the_audit() {
 }
 
 #[test]
-fn a_refit_is_refused_while_sequences_run_and_does_not_disturb_them() {
+fn a_refit_that_fails_does_not_disturb_what_runs() {
     let checkpoint = checkpoint(MODELS[0]);
     let expected = sample(&mut engine(&checkpoint, cached(Dtype::F32)), &requests());
     let mut engine = engine(&checkpoint, cached(Dtype::F32));
     for request in requests() {
         engine.submit(&request).unwrap();
     }
-    let other = scaled(&checkpoint, |_| true, 1.25);
+    let broken = Meddled::new(&checkpoint, |read, _, values: &mut Vec<f32>| {
+        values.iter_mut().for_each(|value| *value *= if read > 20 { f32::NAN } else { 1.25 });
+        Ok(())
+    });
     let mut n_refused = 0;
-    loop {
+    while engine.has_work() {
         engine.tick().unwrap();
-        if engine.stats().n_running == 0 {
-            break;
-        }
-        let error = engine.refit(&other, PolicyVersion(1)).expect_err("sequences run");
-        assert!(matches!(error, EngineError::Busy { sequences: 1.. }), "{error}");
+        let before = (engine.stats(), engine.epoch());
+        broken.n_reads.set(0);
+        engine.refit(&broken, PolicyVersion(1)).expect_err("a weight is not a number");
+        assert_eq!(
+            (engine.stats(), engine.epoch(), engine.version()),
+            (before.0, before.1, PolicyVersion(0))
+        );
         n_refused += 1;
     }
     assert_eq!(finish(&mut engine).rollouts, expected.rollouts);
     assert!(n_refused >= 11);
+}
+
+/// Computing KV again, under the weights it was computed with, is no event: neither for a refit in flight nor for an
+/// abort from which the rollouts are resumed.
+#[test]
+fn what_goes_on_under_the_same_weights_samples_what_it_would_have() {
+    for (model, dtype) in MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16]) {
+        let checkpoint = checkpoint(model);
+        let config = EngineConfig { max_batch_tokens: 64, ..cached(dtype) };
+        let expected = sample(&mut engine(&checkpoint, config), &requests());
+        let (mut refitted, mut aborted) = (engine(&checkpoint, config), engine(&checkpoint, config));
+        for request in requests() {
+            refitted.submit(&request).unwrap();
+            aborted.submit(&request).unwrap();
+        }
+        let mut rollouts = Vec::new();
+        let mut n_resumed = 0;
+        for tick in 1.. {
+            if !refitted.has_work() && !aborted.has_work() {
+                break;
+            }
+            refitted.tick().unwrap();
+            aborted.tick().unwrap();
+            if tick % 3 == 0 {
+                refitted.refit(&checkpoint, PolicyVersion(tick)).unwrap();
+                n_resumed += abort_and_resume(&mut aborted, &mut rollouts);
+            }
+        }
+        assert_eq!(finish(&mut refitted).rollouts, expected.rollouts, "{model}");
+        rollouts.extend(finish(&mut aborted).rollouts);
+        rollouts.sort_by_key(|rollout| (rollout.group, rollout.index));
+        assert_eq!(rollouts, expected.rollouts, "{model}");
+        assert!(n_resumed > 8 && refitted.stats().n_retractions > 8);
+    }
+}
+
+/// Takes everything back and goes on with it; what had ended goes to `ended`. Returns how many were resumed.
+fn abort_and_resume(engine: &mut Engine, ended: &mut Vec<Rollout>) -> usize {
+    engine.abort_all();
+    let mut groups: [Vec<Finished>; 2] = Default::default();
+    while let Some(finished) = engine.take_finished() {
+        match finished.finish {
+            FinishReason::Abort => groups[finished.group.index()].push(finished),
+            _ => ended.push(Rollout::of(finished)),
+        }
+    }
+    let request = request(0, Vec::new(), 1);
+    let how = Continuation {
+        max_new_tokens: request.max_new_tokens,
+        stop_tokens: request.stop_tokens,
+        sampling: request.sampling,
+        seed: request.seed,
+    };
+    let mut n_resumed = 0;
+    for rollouts in groups.into_iter().filter(|rollouts| !rollouts.is_empty()) {
+        n_resumed += engine.resume(rollouts, &how).unwrap().len();
+    }
+    n_resumed
 }
 
 #[test]

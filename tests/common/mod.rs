@@ -9,6 +9,7 @@ use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::sampler::Sampling;
 use r3_kernels::gemm::Dtype;
 use r3_model::checkpoint::Checkpoint;
+use r3_scheduler::request::Finished;
 
 /// A model with random weights (4 MoE layers of 8 experts, top-2) and one that was trained (8 of 32, top-4).
 pub(crate) const MODELS: [&str; 2] = ["tests/golden/nano", "assets/tiny-moe"];
@@ -72,6 +73,19 @@ pub(crate) struct Rollout {
     pub(crate) routes: Option<RouteRows>,
 }
 
+impl Rollout {
+    pub(crate) fn of(finished: Finished) -> Self {
+        Self {
+            group: finished.group,
+            index: finished.index,
+            tokens: finished.tokens,
+            prompt_tokens: finished.prompt_tokens,
+            logprobs: bits(&finished.rollout_logprobs),
+            routes: finished.routes,
+        }
+    }
+}
+
 /// Rollouts, by group and index, and prompt tokens that came from the prefix cache.
 #[derive(Clone, Debug)]
 pub(crate) struct Sampled {
@@ -93,14 +107,7 @@ pub(crate) fn finish(engine: &mut Engine) -> Sampled {
     loop {
         while let Some(finished) = engine.take_finished() {
             sampled.cached_tokens += finished.cached_tokens;
-            sampled.rollouts.push(Rollout {
-                group: finished.group,
-                index: finished.index,
-                tokens: finished.tokens,
-                prompt_tokens: finished.prompt_tokens,
-                logprobs: bits(&finished.rollout_logprobs),
-                routes: finished.routes,
-            });
+            sampled.rollouts.push(Rollout::of(finished));
         }
         if !engine.has_work() {
             break;
