@@ -1,7 +1,7 @@
 //! Sequences, KV blocks, prefix cache and route pool: everything the rollout engine decides, and nothing it computes.
 //!
 //! This crate must never know tensors, clocks, threads, randomness or I/O: the same calls give the same plans, so
-//! its properties are tested in microseconds against a naive engine. It holds the first two lifetimes of a route:
+//! `r3-sim` plays random schedules on it by the million. It holds the first two lifetimes of a route:
 //! the *pool* row, which lives exactly as long as the keys and values of its slot, and the *trace* row, which is
 //! written once per position and survives preemption, re-prefill and the flush after a refit.
 //!

@@ -12,13 +12,22 @@ impl Scheduler {
     /// # Panics
     /// If the last tick was not advanced.
     pub fn plan(&mut self) -> bool {
+        self.plan_within(self.config.max_batch_tokens)
+    }
+
+    /// [`Self::plan`] for a tick of at most `max_tokens` tokens, whatever the others are.
+    ///
+    /// # Panics
+    /// If the last tick was not advanced, or `max_tokens` is 0.
+    pub fn plan_within(&mut self, max_tokens: usize) -> bool {
         assert!(!self.is_in_tick, "the last tick was not advanced");
+        assert!(max_tokens > 0, "a tick of no tokens gets nobody on");
         self.plan.clear();
         self.forks.clear();
-        let mut budget = self.share_budget();
+        let mut budget = self.share(max_tokens);
         // Every grant may have gone to sequences that are preempted now. The others then get another turn.
         while self.secure_blocks() && self.running.iter().all(|running| running.granted == 0) {
-            budget = self.share_budget();
+            budget = self.share(max_tokens);
         }
         self.admit(budget);
         self.write_rows();
@@ -27,10 +36,9 @@ impl Scheduler {
         self.is_in_tick
     }
 
-    /// Grants tokens to what runs: one to each decoding sequence, the rest to prefills, both oldest first. Returns what
-    /// is left.
-    fn share_budget(&mut self) -> usize {
-        let mut budget = self.config.max_batch_tokens;
+    /// Grants `budget` tokens to what runs: one to each decoding sequence, the rest to prefills, both oldest first.
+    /// Returns what is left.
+    fn share(&mut self, mut budget: usize) -> usize {
         for is_prefill in [false, true] {
             for running in &mut self.running {
                 let n_pending = self.sequences[&running.id].n_pending();

@@ -34,7 +34,9 @@ pub struct SchedulerStats {
     pub n_hits: u64,
     /// Since the start: tokens those did not have to compute.
     pub hit_tokens: u64,
-    /// Since the start: tokens taken over from the first prefill of the same group.
+    /// Since the start: sequences that began behind the prompt that another one of their group had just computed.
+    pub n_forks: u64,
+    /// Since the start: tokens those took over.
     pub forked_tokens: u64,
     /// Since the start: tokens computed.
     pub computed_tokens: u64,
@@ -402,6 +404,7 @@ impl Scheduler {
                 self.kv.copy_routes(BlockId(from), BlockId(to), n_slots);
             }
             member.inherit(of_leader);
+            self.counters.n_forks += 1;
             self.counters.forked_tokens += member.computed as u64;
             self.sequences.insert(follower, member);
         }

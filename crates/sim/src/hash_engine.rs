@@ -1,0 +1,336 @@
+//! The scheduler under a model without tensors: what it keeps in a KV slot is the [`State`] of everything before it.
+//!
+//! It trusts the scheduler with nothing. Each tick it reads every slot a sequence attends to and compares it with
+//! the state of that sequence's own tokens under the weights now served, so a block shared, copied, evicted, reused or
+//! kept across a refit wrongly shows at once.
+
+use std::collections::BTreeMap;
+
+use r3_core::ids::{GroupId, PolicyVersion, SequenceId, TokenId};
+use r3_core::routes::{RouteDims, RouteRows, write_ids};
+use r3_scheduler::config::SchedulerConfig;
+use r3_scheduler::error::SchedulerError;
+use r3_scheduler::plan::{Chunk, Logits};
+use r3_scheduler::request::{Finished, Limits, Refused, Request, Sample};
+use r3_scheduler::scheduler::{Scheduler, SchedulerStats};
+
+use crate::oracle::State;
+use crate::program::FailsAfter;
+use crate::rng::mix;
+use crate::subject::{Prefill, Subject};
+
+/// What the engine knows of a request without asking the scheduler.
+struct Known {
+    group: GroupId,
+    index: u32,
+    prompt_tokens: usize,
+    tokens: Vec<TokenId>,
+    /// Of as many of `tokens` as were needed so far, under the weights now served.
+    states: Vec<State>,
+}
+
+impl Known {
+    fn of(rollout: &Finished) -> Self {
+        Self {
+            group: rollout.group,
+            index: rollout.index,
+            prompt_tokens: rollout.prompt_tokens,
+            tokens: rollout.tokens.clone(),
+            states: Vec::new(),
+        }
+    }
+
+    /// States of the first `n` tokens.
+    fn states(&mut self, version: PolicyVersion, n: usize) -> &[State] {
+        let mut state = self.states.last().copied().unwrap_or(State::start(version));
+        for &token in &self.tokens[self.states.len().min(n)..n] {
+            state = state.after(token);
+            self.states.push(state);
+        }
+        &self.states[..n]
+    }
+}
+
+/// An engine whose forward is exact and costs nothing.
+pub struct HashEngine {
+    scheduler: Scheduler,
+    config: SchedulerConfig,
+    version: PolicyVersion,
+    /// By slot.
+    kv: Vec<State>,
+    /// By slot: the tick that wrote it last.
+    written: Vec<u64>,
+    n_ticks: u64,
+    known: BTreeMap<SequenceId, Known>,
+    /// By row of the plan.
+    rows: Vec<State>,
+    samples: Vec<Sample>,
+    digest: u64,
+}
+
+impl HashEngine {
+    /// An engine that serves version 0.
+    ///
+    /// # Panics
+    /// If the scheduler refuses the configuration.
+    #[must_use]
+    pub fn new(config: SchedulerConfig) -> Self {
+        let n_slots = config.n_blocks * config.block_tokens;
+        Self {
+            scheduler: Scheduler::new(config).expect("programs have sizes above 0"),
+            config,
+            version: PolicyVersion(0),
+            kv: vec![State::UNWRITTEN; n_slots],
+            written: vec![0; n_slots],
+            n_ticks: 0,
+            known: BTreeMap::new(),
+            rows: Vec::new(),
+            samples: Vec::new(),
+            digest: 0,
+        }
+    }
+
+    /// A number that is the same in two runs if, and but for chance only if, all their plans were.
+    #[must_use]
+    pub fn digest(&self) -> u64 {
+        self.digest
+    }
+
+    /// The scheduler.
+    #[must_use]
+    pub fn scheduler(&self) -> &Scheduler {
+        &self.scheduler
+    }
+
+    /// Computes every row of the plan, and stores it in its slot after all that precedes it was read and compared.
+    fn forward(&mut self) {
+        let Self { scheduler, config, kv, written, rows, known, .. } = self;
+        let plan = scheduler.tick_plan();
+        self.n_ticks += 1;
+        self.digest = mix(self.digest ^ self.n_ticks);
+        assert_eq!((plan.positions.len(), plan.slots.len()), (plan.n_tokens(), plan.n_tokens()));
+        for &slot in plan.slots.iter().chain(&plan.copies_after_forward.to) {
+            self.digest = mix(self.digest ^ u64::from(slot));
+            let before = std::mem::replace(&mut written[slot as usize], self.n_ticks);
+            assert_ne!(before, self.n_ticks, "slot {slot} is written twice");
+        }
+        rows.clear();
+        for &Chunk { sequence, start, n_tokens, first_row, .. } in &plan.chunks {
+            self.digest = mix(self.digest ^ sequence.0 ^ (start as u64) << 32);
+            assert!(n_tokens > 0 && first_row == rows.len(), "chunks cover the rows in order");
+            let known = known.get_mut(&sequence).expect("a planned request was submitted and has not ended");
+            known.states(self.version, start + n_tokens);
+            let table = scheduler.block_table(sequence);
+            let slot_of = |position: usize| {
+                let block = table[position / config.block_tokens] as usize;
+                block * config.block_tokens + position % config.block_tokens
+            };
+            for (position, &state) in known.states[..start].iter().enumerate() {
+                let slot = slot_of(position);
+                assert_eq!(
+                    kv[slot], state,
+                    "{sequence} reads at {position} what is not its own: slot {slot}"
+                );
+                assert_ne!(written[slot], self.n_ticks, "slot {slot} is read and written");
+            }
+            for position in start..start + n_tokens {
+                let row = rows.len();
+                assert_eq!(plan.tokens[row], known.tokens[position], "{sequence}: the token at {position}");
+                assert_eq!(plan.positions[row] as usize, position, "{sequence}: a position");
+                assert_eq!(plan.slots[row] as usize, slot_of(position), "{sequence}: the slot of {position}");
+                rows.push(known.states[position]);
+            }
+        }
+        assert_eq!(rows.len(), plan.n_tokens(), "chunks cover all rows");
+        for (&slot, &state) in plan.slots.iter().zip(&*rows) {
+            kv[slot as usize] = state;
+        }
+    }
+
+    /// Hands routes and prompt logprobs over, and makes the copies.
+    fn store(&mut self) {
+        let Self { scheduler, config, kv, rows, known, .. } = self;
+        if let Some(dims) = config.routes {
+            scheduler.record(|row, out| rows[row].route(dims, out));
+        }
+        for at in 0..scheduler.tick_plan().chunks.len() {
+            let Chunk { sequence, start, n_tokens, first_row, wants } = scheduler.tick_plan().chunks[at];
+            if wants == Logits::All {
+                let known = &known[&sequence];
+                let end = (start + n_tokens).min(known.prompt_tokens - 1);
+                let logprob =
+                    |position: usize| rows[first_row + position - start].logprob(known.tokens[position + 1]);
+                let logprobs: Vec<f32> = (start..end).map(logprob).collect();
+                scheduler.record_prompt_logprobs(sequence, start, &logprobs);
+            }
+        }
+        let copies = &scheduler.tick_plan().copies_after_forward;
+        assert_eq!(copies.from.len(), copies.to.len());
+        for (&from, &to) in copies.from.iter().zip(&copies.to) {
+            kv[to as usize] = kv[from as usize];
+        }
+    }
+
+    fn sample(&mut self) {
+        let Self { scheduler, version, rows, known, samples, .. } = self;
+        samples.clear();
+        for site in &scheduler.tick_plan().samples {
+            let known = known.get_mut(&site.sequence).expect("whoever samples has not ended");
+            let seen = scheduler.sequence(site.sequence);
+            assert_eq!(
+                (seen.group, seen.index, seen.position, seen.tokens),
+                (known.group, known.index, known.tokens.len(), &known.tokens[..]),
+                "what keys the sample of {}",
+                site.sequence
+            );
+            let own = *known.states(*version, known.tokens.len()).last().expect("prompts have tokens");
+            assert_eq!(rows[site.row], own, "{} samples from another's logits", site.sequence);
+            let token = own.token(known.group, known.index, known.tokens.len());
+            samples.push(Sample { sequence: site.sequence, token, logprob: own.logprob(token) });
+        }
+    }
+}
+
+impl Subject for HashEngine {
+    fn submit(&mut self, request: &Request, n: u32) -> Result<Vec<SequenceId>, SchedulerError> {
+        let ids = self.scheduler.submit_group(request, n)?;
+        for (index, &id) in (0..).zip(&ids) {
+            let tokens = request.prompt.to_vec();
+            let prompt_tokens = tokens.len();
+            let known = Known { group: request.group, index, prompt_tokens, tokens, states: Vec::new() };
+            self.known.insert(id, known);
+        }
+        Ok(ids)
+    }
+
+    fn resume(&mut self, rollouts: Vec<Finished>, limits: &Limits) -> Result<Vec<SequenceId>, Refused> {
+        let known: Vec<_> = rollouts.iter().map(Known::of).collect();
+        let ids = self.scheduler.resume(rollouts, limits)?;
+        self.known.extend(ids.iter().copied().zip(known));
+        Ok(ids)
+    }
+
+    fn next_turn(
+        &mut self,
+        rollout: Finished,
+        given: &[TokenId],
+        limits: &Limits,
+    ) -> Result<SequenceId, Refused> {
+        let mut known = Known::of(&rollout);
+        let id = self.scheduler.next_turn(rollout, given, limits)?;
+        known.tokens.extend_from_slice(given);
+        self.known.insert(id, known);
+        Ok(id)
+    }
+
+    fn tick(&mut self, max_tokens: usize) -> bool {
+        self.samples.clear();
+        if !self.scheduler.plan_within(max_tokens) {
+            return false;
+        }
+        let n_tokens = self.scheduler.tick_plan().n_tokens();
+        assert!(n_tokens <= max_tokens, "{n_tokens} tokens in a tick of {max_tokens}");
+        self.forward();
+        self.store();
+        self.sample();
+        for sample in &self.samples {
+            self.known.get_mut(&sample.sequence).expect("it was there").tokens.push(sample.token);
+        }
+        self.scheduler.advance(&self.samples, self.version);
+        true
+    }
+
+    fn failing_tick(&mut self, max_tokens: usize, after: FailsAfter) {
+        if self.scheduler.plan_within(max_tokens) && after != FailsAfter::Plan {
+            self.forward();
+            self.store();
+            if after == FailsAfter::Sample {
+                self.sample();
+            }
+        }
+        self.samples.clear();
+        self.scheduler.abort_all();
+    }
+
+    fn sampled(&self) -> &[Sample] {
+        &self.samples
+    }
+
+    fn abort(&mut self, id: SequenceId) -> bool {
+        self.scheduler.abort(id)
+    }
+
+    fn retract(&mut self, id: SequenceId) -> bool {
+        self.scheduler.retract(id)
+    }
+
+    fn refit(&mut self, version: PolicyVersion) {
+        self.scheduler.flush(self.scheduler.epoch() + 1).expect("the epoch moves forward");
+        self.version = version;
+        self.known.values_mut().for_each(|known| known.states.clear());
+        let stats = self.scheduler.stats();
+        let findable = (stats.n_held_blocks, stats.n_idle_blocks, stats.n_indexed_blocks);
+        assert_eq!(findable, (0, 0, 0), "blocks held, idle and indexed after a refit");
+    }
+
+    fn failed_refit(&mut self, _version: PolicyVersion) {
+        let epoch = self.scheduler.epoch();
+        assert!(self.scheduler.flush(epoch).is_err(), "epoch {epoch} began twice");
+    }
+
+    fn in_flight(&self) -> Vec<Finished> {
+        self.scheduler.in_flight()
+    }
+
+    fn take_finished(&mut self) -> Option<Finished> {
+        let finished = self.scheduler.take_finished()?;
+        self.known.remove(&finished.sequence).expect("a request ends once");
+        Some(finished)
+    }
+
+    fn rebuild(&mut self, version: PolicyVersion) {
+        *self = Self { version, ..Self::new(self.config) };
+    }
+
+    fn stats(&self) -> SchedulerStats {
+        self.scheduler.stats()
+    }
+
+    fn n_open(&self) -> usize {
+        let stats = self.scheduler.stats();
+        assert_eq!(
+            stats.n_running + stats.n_waiting,
+            self.known.len(),
+            "a request is lost, or came from nowhere"
+        );
+        assert_eq!(self.scheduler.has_work(), !self.known.is_empty());
+        self.known.len()
+    }
+
+    fn check(&self) {
+        self.scheduler.check();
+    }
+
+    fn prefill(&mut self, version: PolicyVersion, tokens: &[TokenId]) -> Prefill {
+        let mut state = State::start(version);
+        let mut logprobs = Vec::with_capacity(tokens.len());
+        let mut states = Vec::with_capacity(tokens.len());
+        for (at, &token) in tokens.iter().enumerate() {
+            state = state.after(token);
+            states.push(state);
+            logprobs.extend(tokens.get(at + 1).map(|&next| state.logprob(next)));
+        }
+        Prefill { rows: self.config.routes.map(|dims| routes_of(&states, dims)), logprobs }
+    }
+}
+
+fn routes_of(states: &[State], dims: RouteDims) -> RouteRows {
+    let mut rows = RouteRows::with_capacity(dims, states.len());
+    let (mut ids, mut bytes) = (vec![0; dims.row_ids()], vec![0; dims.row_bytes()]);
+    for state in states {
+        state.route(dims, &mut ids);
+        write_ids(&ids, dims.width(), &mut bytes);
+        rows.append(&bytes);
+    }
+    rows
+}
