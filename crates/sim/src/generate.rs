@@ -26,7 +26,8 @@ impl Program {
         let mut rng = Rng::new(seed);
         let config = config(&mut rng);
         let stems = [(); 2].map(|()| tokens(&mut rng, STEM_TOKENS));
-        let n_ops = rng.between(3, 24);
+        // A few are long enough for states that take many steps to reach.
+        let n_ops = if rng.one_in(10) { rng.between(25, 80) } else { rng.between(3, 24) };
         let mut ops = vec![submit(&mut rng, &config, &stems)];
         while ops.len() < n_ops {
             ops.push(op(&mut rng, &config, &stems));
@@ -37,10 +38,11 @@ impl Program {
 
 fn config(rng: &mut Rng) -> SchedulerConfig {
     let block_tokens = rng.between(1, 5);
+    let (most_tokens, most_running) = if rng.one_in(5) { (120, 12) } else { (48, 6) };
     SchedulerConfig {
         block_tokens,
-        n_blocks: rng.between(8, 48).div_ceil(block_tokens),
-        max_running: rng.between(1, 6),
+        n_blocks: rng.between(8, most_tokens).div_ceil(block_tokens),
+        max_running: rng.between(1, most_running),
         max_batch_tokens: rng.between(1, 16),
         prefix_cache: !rng.one_in(4),
         routes: match rng.below(12) {
@@ -61,8 +63,8 @@ fn op(rng: &mut Rng, config: &SchedulerConfig, stems: &[Vec<TokenId>]) -> Op {
             Op::NextTurn { which, given: tokens(rng, n_given), reach: reach(rng) }
         }
         19..24 => Op::Resume { which, reach: rng.one_in(3).then(|| reach(rng)) },
-        24..46 => Op::Tick { times: rng.between(1, 8), max_tokens: budget(rng) },
-        46 => {
+        24..45 => Op::Tick { times: rng.between(1, 8), max_tokens: budget(rng) },
+        45..47 => {
             let after = [FailsAfter::Plan, FailsAfter::Record, FailsAfter::Sample][rng.below(3)];
             Op::FailingTick { max_tokens: budget(rng), after }
         }

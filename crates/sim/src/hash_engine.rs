@@ -66,6 +66,8 @@ pub struct HashEngine {
     rows: Vec<State>,
     samples: Vec<Sample>,
     digest: u64,
+    /// No tick has been since the last refit, so nobody is in the way of the oldest request.
+    is_oldest_next: bool,
 }
 
 impl HashEngine {
@@ -87,6 +89,7 @@ impl HashEngine {
             rows: Vec::new(),
             samples: Vec::new(),
             digest: 0,
+            is_oldest_next: false,
         }
     }
 
@@ -113,6 +116,11 @@ impl HashEngine {
             self.digest = mix(self.digest ^ u64::from(slot));
             let before = std::mem::replace(&mut written[slot as usize], self.n_ticks);
             assert_ne!(before, self.n_ticks, "slot {slot} is written twice");
+        }
+        if std::mem::take(&mut self.is_oldest_next) {
+            let oldest = known.keys().next().copied();
+            let is_planned = plan.chunks.iter().any(|chunk| Some(chunk.sequence) == oldest);
+            assert!(is_planned, "{oldest:?} waits after a refit, although it is the oldest");
         }
         rows.clear();
         for &Chunk { sequence, start, n_tokens, first_row, .. } in &plan.chunks {
@@ -267,6 +275,7 @@ impl Subject for HashEngine {
     fn refit(&mut self, version: PolicyVersion) {
         self.scheduler.flush(self.scheduler.epoch() + 1).expect("the epoch moves forward");
         self.version = version;
+        self.is_oldest_next = true;
         self.known.values_mut().for_each(|known| known.states.clear());
         let stats = self.scheduler.stats();
         let findable = (stats.n_held_blocks, stats.n_idle_blocks, stats.n_indexed_blocks);

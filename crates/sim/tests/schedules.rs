@@ -72,10 +72,18 @@ fn sizes_change_no_result() {
         };
         ops.retain(is_kept);
         let other = Program::from_seed(seed + 1).config;
-        // Both pools hold any one of the requests, so that both refuse none.
-        let roomy = |config| SchedulerConfig { n_blocks: 60, ..config };
-        let one = ends(roomy(config), &ops);
-        assert_eq!(one, ends(roomy(other), &ops), "seed {seed}");
+        // Both pools hold the longest request and no more, so that none is refused and most are preempted.
+        let needed = |op: &Op| match op {
+            Op::Submit(ask) => ask.prompt.len() + ask.reach.max_new_tokens,
+            _ => 0,
+        };
+        let needed = ops.iter().map(needed).max().unwrap_or(0);
+        let tight = |config: SchedulerConfig| SchedulerConfig {
+            n_blocks: needed.div_ceil(config.block_tokens).max(1),
+            ..config
+        };
+        let one = ends(tight(config), &ops);
+        assert_eq!(one, ends(tight(other), &ops), "seed {seed}");
         n_ended += one.len();
     }
     assert!(n_ended > 5000, "{n_ended} rollouts");
