@@ -212,6 +212,24 @@ impl<'a> Frame<'a> {
     }
 }
 
+/// Checks and reads frames that lie one after another, as in a file, in place.
+///
+/// # Errors
+/// As [`Frame::decode`], of the first frame that is broken or cut off.
+pub fn decode_all(mut bytes: &[u8]) -> Result<Vec<Frame<'_>>, FrameError> {
+    let mut frames = Vec::new();
+    while !bytes.is_empty() {
+        // A length that is wrong makes a frame that is refused, as one too short for its header is.
+        let header = bytes.get(..HEADER_BYTES).map(bytemuck::pod_read_unaligned::<Header>);
+        let n_bytes =
+            header.map_or(bytes.len(), |header| usize::try_from(header.total_bytes).unwrap_or(usize::MAX));
+        let (frame, rest) = bytes.split_at(n_bytes.clamp(1, bytes.len()));
+        frames.push(Frame::decode(frame)?);
+        bytes = rest;
+    }
+    Ok(frames)
+}
+
 /// The header, once the bytes are known to be a whole and unharmed frame.
 fn checked_header(bytes: &[u8]) -> Result<Header, FrameError> {
     let truncated = |needed_bytes| FrameError::Length { bytes: bytes.len() as u64, needed_bytes };

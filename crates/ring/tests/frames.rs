@@ -7,7 +7,7 @@ use proptest::prelude::{Strategy, any, prop, prop_assert, prop_assert_eq, propte
 use r3_core::rollout::Reward;
 use r3_core::routes::{RouteDims, RouteError, RouteRows};
 use r3_ring::error::{FrameError, SampleFault};
-use r3_ring::frame::{Frame, FrameMeta, encode, frame_bytes, max_frame_bytes};
+use r3_ring::frame::{Frame, FrameMeta, decode_all, encode, frame_bytes, max_frame_bytes};
 use xxhash_rust::xxh3::xxh3_64;
 
 const DIMS: RouteDims = RouteDims { n_layers: 2, top_k: 2, n_experts: 8 };
@@ -295,4 +295,38 @@ fn without_a_mask_every_sampled_token_is_trained_on() {
     let mut frame = Aligned::filled(frame_bytes(&sample.rollout()), 0);
     encode(&sample.rollout(), &FrameMeta { mask: None, ..sample.meta() }, frame.bytes_mut());
     assert_eq!(Frame::decode(frame.bytes()).unwrap().mask(), [1; 8]);
+}
+
+#[test]
+fn frames_that_lie_one_after_another_are_read_in_order_and_none_is_half_read() {
+    let samples = [SHAPE, Shape { n_sampled: 0, ..SHAPE }, Shape { routes: None, ..SHAPE }];
+    let samples: Vec<Sample> =
+        samples.into_iter().zip(3..).map(|(shape, group)| Sample::new(group, shape)).collect();
+    let frames: Vec<Vec<u8>> = samples.iter().map(|sample| encoded(sample).bytes().to_vec()).collect();
+    let all = frames.concat();
+    let mut file = Aligned::filled(all.len(), 0);
+    file.bytes_mut().copy_from_slice(&all);
+    let groups: Vec<u64> =
+        decode_all(file.bytes()).unwrap().iter().map(|frame| frame.rollout().group.0).collect();
+    assert_eq!(groups, [3, 4, 5]);
+    assert!(decode_all(&[]).unwrap().is_empty());
+    let ends: Vec<usize> = frames
+        .iter()
+        .scan(0, |end, frame| {
+            *end += frame.len();
+            Some(*end)
+        })
+        .collect();
+    for n_bytes in 1..all.len() {
+        let decoded = decode_all(&file.bytes()[..n_bytes]);
+        match ends.iter().position(|end| *end == n_bytes) {
+            Some(at) => assert_eq!(decoded.unwrap().len(), at + 1),
+            None => assert!(matches!(decoded, Err(FrameError::Length { .. })), "{n_bytes}"),
+        }
+    }
+    // Lengths that lie, also one that would never end.
+    for length in [0_u64, 1, 127, 128, u64::MAX] {
+        file.bytes_mut()[16..24].copy_from_slice(&length.to_le_bytes());
+        assert!(decode_all(file.bytes()).is_err(), "{length}");
+    }
 }
