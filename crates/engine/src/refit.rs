@@ -46,6 +46,14 @@ impl Engine {
         self.version = version;
         Ok(RefitReport { version, epoch, hashes, changed })
     }
+
+    /// Forgets KV, routes and prefix cache as a refit does, and keeps the weights.
+    ///
+    /// # Panics
+    /// Never: the epoch moves forward.
+    pub fn flush(&mut self) {
+        self.scheduler.flush(self.scheduler.epoch() + 1).expect("the epoch moves forward");
+    }
 }
 
 /// Builds resident weights and checks, tensor by tensor, that they are what `source` holds.
@@ -77,6 +85,8 @@ fn audit(trained: &[TensorHash], resident: &[TensorHash]) -> Result<(), EngineEr
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::EngineConfig;
+    use crate::fixtures::{config, engine, request};
 
     fn hashes(values: [u64; 3]) -> Vec<TensorHash> {
         let names = ["a", "b", "c"].map(str::to_owned);
@@ -91,5 +101,25 @@ mod tests {
             error.to_string(),
             "the engine did not load what it was given: 2 of 3 tensors differ, first `b`"
         );
+    }
+
+    #[test]
+    fn a_flush_forgets_the_cache_and_keeps_the_weights() {
+        let config = EngineConfig { prefix_cache: true, ..config(1 << 20) };
+        let mut engine = engine(config);
+        let sample = |engine: &mut Engine| {
+            engine.submit(&request(9, 2)).unwrap();
+            while engine.has_work() {
+                engine.tick().unwrap();
+            }
+            let finished = engine.take_finished().unwrap();
+            (finished.cached_tokens, (finished.tokens, finished.rollout_logprobs, finished.routes))
+        };
+        let (_, first) = sample(&mut engine);
+        let (cached_tokens, _) = sample(&mut engine);
+        assert_eq!(cached_tokens, 8);
+        let hashes = engine.hashes().to_vec();
+        engine.flush();
+        assert_eq!((sample(&mut engine), engine.hashes()), ((0, first), &hashes[..]));
     }
 }
