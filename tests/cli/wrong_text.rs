@@ -16,7 +16,7 @@ fn an_unknown_key() {
     3 | rollout: { groups: 4, group_size: 8, max_new_token: 3 }
       |                                      ^^^^^^^^^^^^^
 
-    hint: did you mean `max_new_tokens`? `rollout` takes `groups`, `group_size`, `max_new_tokens`, `temperature`, `top_p`, `sample_top_k`, `min_p`, `dtype`, `stop_token_ids`
+    hint: did you mean `max_new_tokens`? `rollout` takes `groups`, `group_size`, `max_new_tokens`, `temperature`, `top_p`, `sample_top_k`, `min_p`, `dtype`, `stop_token_ids`, `over_sampling_groups`
     ");
 }
 

@@ -103,6 +103,25 @@ pub enum Rule {
         /// `train.mini_steps`.
         mini_steps: usize,
     },
+    /// More groups kept for the next step than one step trains on: the oldest would not fit into it.
+    #[error("`rollout.over_sampling_groups` is {over_sampling_groups}, but a step trains on {groups} groups")]
+    OverSampledBatch {
+        /// `rollout.over_sampling_groups`.
+        over_sampling_groups: usize,
+        /// `rollout.groups`.
+        groups: usize,
+    },
+    /// Groups that go on into the next step would be too stale for it.
+    #[error(
+        "`train.max_staleness` is {max_staleness}, but groups that `rollout.over_sampling_groups` leaves for the next \
+         step are {mini_steps} optimiser steps old by then"
+    )]
+    OverSampledStaleness {
+        /// `train.mini_steps`.
+        mini_steps: usize,
+        /// `train.max_staleness`.
+        max_staleness: u64,
+    },
     /// Sampling from a part of the distribution, while the trainer scores all of it.
     #[error(
         "`{path}` is {value}, but the trainer scores the whole distribution, so logprobs would not compare"
@@ -172,6 +191,8 @@ impl Rule {
             Self::OutOfRange(bound) => [bound.path; 2],
             Self::EmptyText { path } | Self::TruncatedSampling { path, .. } => [path; 2],
             Self::UnevenMiniSteps { .. } => ["rollout.groups", "train.mini_steps"],
+            Self::OverSampledBatch { .. } => ["rollout.over_sampling_groups", "rollout.groups"],
+            Self::OverSampledStaleness { .. } => ["train.max_staleness", "rollout.over_sampling_groups"],
             Self::OverlongCacheTooLong { .. } => ["algorithm.dapo.overlong.cache_tokens"; 2],
             Self::OverlongOutOfReach { .. } => ["algorithm.dapo.overlong.max_tokens"; 2],
             Self::NothingToTrainOn { .. } => ["task.arithmetic.held_out", "task.arithmetic.digits"],
@@ -189,6 +210,14 @@ impl Rule {
             Self::EmptyText { path } => format!("write a text after `{path}:`"),
             Self::UnevenMiniSteps { groups, mini_steps } => {
                 format!("set `rollout.groups` to {}", groups.next_multiple_of(*mini_steps))
+            }
+            Self::OverSampledBatch { groups, .. } => {
+                format!("set `rollout.over_sampling_groups` to {groups} or less")
+            }
+            Self::OverSampledStaleness { mini_steps, .. } => {
+                format!(
+                    "set `train.max_staleness` to {mini_steps} or more, or `rollout.over_sampling_groups` to 0"
+                )
             }
             Self::TruncatedSampling { path, whole, .. } => {
                 format!("set `{path}` to {whole}; `rollout.temperature` may narrow the distribution instead")
@@ -228,6 +257,7 @@ impl Recipe {
         if !rollout.groups.is_multiple_of(train.mini_steps) {
             return Err(Rule::UnevenMiniSteps { groups: rollout.groups, mini_steps: train.mini_steps });
         }
+        check_over_sampling(rollout, train)?;
         within("ring.bytes", ring.bytes.0, Limit::Positive, "64MiB")?;
         within("ring.deadline_s", ring.deadline_s, Limit::Count(1), "600")?;
         within("eval.max_new_tokens", eval.max_new_tokens.unwrap_or(1), Limit::Count(1), "16")?;
@@ -296,11 +326,25 @@ fn check_rollout(rollout: &Rollout) -> Result<(), Rule> {
     within("rollout.group_size", rollout.group_size, Limit::Count(2), "8")?;
     within("rollout.max_new_tokens", rollout.max_new_tokens, Limit::Count(1), "16")?;
     within("rollout.temperature", rollout.temperature, Limit::Positive, "1.0")?;
+    within("rollout.over_sampling_groups", rollout.over_sampling_groups, Limit::Count(0), "0")?;
     within("rollout.top_p", rollout.top_p, Limit::PositiveShare, "1.0")?;
     within("rollout.min_p", rollout.min_p, Limit::BelowOne, "0")?;
     whole("rollout.top_p", rollout.top_p, 1.0)?;
     whole("rollout.sample_top_k", rollout.sample_top_k.to_f64(), 0.0)?;
     whole("rollout.min_p", rollout.min_p, 0.0)
+}
+
+/// Whatever a step leaves behind fits into the next one, in number and in age; so nothing is dropped as stale.
+fn check_over_sampling(rollout: &Rollout, train: &Train) -> Result<(), Rule> {
+    let &Rollout { groups, over_sampling_groups, .. } = rollout;
+    let &Train { mini_steps, max_staleness, .. } = train;
+    if over_sampling_groups > groups {
+        return Err(Rule::OverSampledBatch { over_sampling_groups, groups });
+    }
+    if over_sampling_groups > 0 && max_staleness < mini_steps as u64 {
+        return Err(Rule::OverSampledStaleness { mini_steps, max_staleness });
+    }
+    Ok(())
 }
 
 fn check_engine(engine: &Engine) -> Result<(), Rule> {

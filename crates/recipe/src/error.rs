@@ -284,7 +284,7 @@ fn not_yet(path: &str, word: &str) -> String {
 }
 
 /// What peers call things, as the last part of a key, and r3's path for it.
-const PEER_KEYS: [(&str, &str); 14] = [
+const PEER_KEYS: [(&str, &str); 16] = [
     ("batch_size", "rollout.groups"),
     ("train_batch_size", "rollout.groups"),
     ("n", "rollout.group_size"),
@@ -292,6 +292,8 @@ const PEER_KEYS: [(&str, &str); 14] = [
     ("max_tokens", "rollout.max_new_tokens"),
     ("max_response_length", "rollout.max_new_tokens"),
     ("top_k", "rollout.sample_top_k"),
+    ("over_sampling_batch_size", "rollout.over_sampling_groups"),
+    ("partial_rollout", "refit.in_flight"),
     ("learning_rate", "train.lr"),
     ("max_grad_norm", "train.grad_clip"),
     ("filter_groups", "algorithm.dapo.dynamic_sampling"),

@@ -16,7 +16,7 @@ use crate::learning::{Algorithm, Sft, Train};
 use crate::place::{Place, Source, Spot};
 use crate::reader;
 use crate::reference;
-use crate::rollout::{Engine, Rollout, RouterReplay};
+use crate::rollout::{Engine, Refit, Rollout, RouterReplay};
 use crate::run::{Eval, Metrics, Ring, Run, SftRun};
 use crate::task::{Model, NewOrExistingModel, Task};
 use crate::tree::{Fault, Node, Value};
@@ -48,6 +48,9 @@ pub struct Recipe {
     /// The optimiser and its batches.
     #[serde(default)]
     pub train: Train,
+    /// How trained weights get into the engine.
+    #[serde(default)]
+    pub refit: Refit,
     /// Shared memory between engine and trainer.
     #[serde(default)]
     pub ring: Ring,

@@ -59,13 +59,19 @@ pub struct Rollout {
     /// Token ids that end a completion; the end tokens of the model's configuration by default.
     #[serde(default)]
     pub stop_token_ids: Option<Vec<u32>>,
+    /// Groups begun beyond those a step trains on, at most `groups`. A step takes the oldest groups that are whole and
+    /// leaves the others for the next, so it does not wait for the slowest completion; none is ever dropped. Above 0,
+    /// `train.max_staleness` must be at least `train.mini_steps`.
+    #[serde(default)]
+    pub over_sampling_groups: usize,
 }
 
 fn one() -> f64 {
     1.0
 }
 
-/// The rollout engine: memory and batching. Changes speed, never a sample.
+/// The rollout engine: memory and batching. Changes speed, never what given weights sample; of completions in flight
+/// at a refit, it also decides how many tokens the old weights sampled.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Engine {
@@ -113,4 +119,27 @@ pub enum ReplayMode {
     R3,
     /// The trainer's own. Unless `diagnose` asks for it, no route is recorded and no memory held for one.
     Off,
+}
+
+/// How trained weights get into the engine.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Refit {
+    /// What happens to completions that `rollout.over_sampling_groups` left unfinished. Versions are kept by token, so
+    /// staleness is exact in each case.
+    pub in_flight: InFlight,
+}
+
+/// What a refit does to unfinished completions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum InFlight {
+    /// Waits until the old weights have finished them, so that no completion mixes versions.
+    Drain,
+    /// Takes them out of the engine, and resumes them where they stopped when the next step samples.
+    Abort,
+    /// Leaves them in the engine: keys and values are computed again under the new weights, tokens, logprobs and routes
+    /// stay. The same completions as `abort`.
+    #[default]
+    Continue,
 }

@@ -8,7 +8,7 @@ use r3_recipe::error::RecipeError;
 use r3_recipe::learning::{Algorithm, Dapo, DynamicSampling, Grpo, Train};
 use r3_recipe::recipe::{Recipe, SftRecipe};
 use r3_recipe::reference;
-use r3_recipe::rollout::{Dtype, Engine, ReplayMode, RouterReplay};
+use r3_recipe::rollout::{Dtype, Engine, InFlight, Refit, ReplayMode, RouterReplay};
 use r3_recipe::run::{Eval, Metrics, Ring};
 use r3_recipe::task::{Arithmetic, Reward, Task};
 
@@ -70,6 +70,10 @@ fn what_is_left_out_takes_its_default() {
     assert_eq!(recipe.task, Task::Arithmetic(arithmetic));
     assert_eq!(recipe.rollout.temperature, 1.0);
     assert_eq!(recipe.rollout.stop_token_ids, None);
+    assert_eq!(
+        (recipe.rollout.over_sampling_groups, recipe.refit),
+        (0, Refit { in_flight: InFlight::Continue })
+    );
     assert_eq!(recipe.engine, Engine::default());
     assert_eq!(recipe.router_replay, RouterReplay { mode: ReplayMode::R3, diagnose: false });
     assert_eq!(recipe.algorithm, Algorithm::Grpo(Grpo { clip: 0.2, std_normalise: true }));

@@ -8,13 +8,17 @@ use common::{GOOD, report, with};
 use insta::assert_snapshot;
 use r3_recipe::recipe::{Recipe, SftRecipe};
 
-fn set(overrides: &[&str]) -> String {
+fn load(overrides: &[&str]) -> Result<Recipe, String> {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let path = directory.path().join("x.yaml");
     fs::write(&path, GOOD).expect("a written recipe");
     let overrides: Vec<String> = overrides.iter().map(|argument| (*argument).to_owned()).collect();
-    let error = Recipe::load(&path, &overrides).expect_err("the recipe is wrong");
-    report(&error).replace(&*path.to_string_lossy(), "x.yaml")
+    let loaded = Recipe::load(&path, &overrides).map(|loaded| loaded.recipe);
+    loaded.map_err(|error| report(&error).replace(&*path.to_string_lossy(), "x.yaml"))
+}
+
+fn set(overrides: &[&str]) -> String {
+    load(overrides).expect_err("the recipe is wrong")
 }
 
 #[test]
@@ -41,6 +45,43 @@ fn groups_that_mini_steps_cannot_share_are_refused() {
 
     hint: set `rollout.groups` to 20
     ");
+}
+
+#[test]
+fn more_over_sampling_than_a_batch_is_refused() {
+    assert_snapshot!(set(&["train.max_staleness=2", "rollout.over_sampling_groups=17"]), @"
+    error: `rollout.over_sampling_groups` is 17, but a step trains on 16 groups
+     --> --set:1:30
+      |
+    1 | rollout.over_sampling_groups=17
+      |                              ^^
+
+    hint: set `rollout.over_sampling_groups` to 16 or less
+    ");
+    load(&["train.max_staleness=2", "rollout.over_sampling_groups=16"]).expect("as many as a batch are fine");
+}
+
+#[test]
+fn over_sampling_without_staleness_is_refused() {
+    assert_snapshot!(set(&["rollout.over_sampling_groups=4", "train.max_staleness=1"]), @"
+    error: `train.max_staleness` is 1, but groups that `rollout.over_sampling_groups` leaves for the next step are 2 optimiser steps old by then
+     --> --set:1:21
+      |
+    1 | train.max_staleness=1
+      |                     ^
+
+    hint: set `train.max_staleness` to 2 or more, or `rollout.over_sampling_groups` to 0
+    ");
+    assert_snapshot!(set(&["rollout.over_sampling_groups=4"]), @"
+    error: `train.max_staleness` is 0, but groups that `rollout.over_sampling_groups` leaves for the next step are 2 optimiser steps old by then
+     --> --set:1:30
+      |
+    1 | rollout.over_sampling_groups=4
+      |                              ^
+
+    hint: set `train.max_staleness` to 2 or more, or `rollout.over_sampling_groups` to 0
+    ");
+    load(&["rollout.over_sampling_groups=4", "train.max_staleness=2"]).expect("a step's worth is enough");
 }
 
 #[test]
@@ -155,6 +196,7 @@ const BEYOND: &[&str] = &[
     "rollout.top_p=1.1",
     "rollout.min_p=-0.1",
     "rollout.min_p=1",
+    "rollout.over_sampling_groups=16777217",
     "engine.kv_memory=0",
     "engine.block_tokens=0",
     "engine.max_batch_tokens=0",

@@ -15,7 +15,7 @@ fn an_unknown_key_names_the_nearest() {
     3 | rollout: { groups: 16, group_sise: 8, max_new_tokens: 16 }
       |                        ^^^^^^^^^^
 
-    hint: did you mean `group_size`? `rollout` takes `groups`, `group_size`, `max_new_tokens`, `temperature`, `top_p`, `sample_top_k`, `min_p`, `dtype`, `stop_token_ids`
+    hint: did you mean `group_size`? `rollout` takes `groups`, `group_size`, `max_new_tokens`, `temperature`, `top_p`, `sample_top_k`, `min_p`, `dtype`, `stop_token_ids`, `over_sampling_groups`
     ");
 }
 
@@ -28,7 +28,7 @@ fn an_unknown_key_of_the_root_is_pointed_at() {
     5 | trian:
       | ^^^^^
 
-    hint: did you mean `train`? a recipe takes `model`, `task`, `rollout`, `engine`, `router_replay`, `algorithm`, `train`, `ring`, `eval`, `metrics`, `run`
+    hint: did you mean `train`? a recipe takes `model`, `task`, `rollout`, `engine`, `router_replay`, `algorithm`, `train`, `refit`, `ring`, `eval`, `metrics`, `run`
     ");
 }
 
