@@ -110,6 +110,8 @@ metrics! {
         "Trainer's version minus the rollout's oldest, mean over rollouts.";
     Gauge STALENESS_MAX = "trajectory_staleness_max" => "r3_trajectory_staleness" [stat = "max"], "steps", POSITIVE,
         "The same of the stalest rollout; never above the recipe's bound.";
+    Gauge ROLLOUT_PARTIAL_RATIO = "rollout_partial_ratio" => "r3_rollout_partial_ratio", "share", 0.0..=1.0,
+        "Rollouts that more than one policy version sampled, since they were in flight at a refit.";
     Gauge RESPONSE_LENGTH_MEAN = "response_length/mean" => "r3_response_length" [stat = "mean"], "tokens", POSITIVE,
         "Mean tokens of a completion.";
     Gauge RESPONSE_CLIP_RATIO = "response_length/clip_ratio" => "r3_response_length" [stat = "clip_ratio"],
@@ -148,6 +150,10 @@ metrics! {
         "Sequences waiting for room.";
     Counter PREEMPTIONS = "num_preemptions_total" => "r3_num_preemptions_total", "sequences", POSITIVE,
         "Times a sequence gave its KV blocks back and had to be prefilled again.";
+    Gauge GROUPS_IN_FLIGHT = "num_groups_in_flight" => "r3_num_groups_in_flight", "groups", POSITIVE,
+        "Groups that the refit found unfinished; at most rollout.over_sampling_groups.";
+    Counter ROLLOUTS_RESUMED = "num_rollouts_resumed_total" => "r3_num_rollouts_resumed_total", "rollouts", POSITIVE,
+        "Times a rollout was unfinished at a refit and went on under the new weights.";
     Gauge RING_USED_BYTES = "ring_used_bytes" => "r3_ring_used_bytes", "bytes", POSITIVE,
         "Bytes of the ring that hold unread frames.";
     Gauge MOE_MAX_VIO = "rollout/moe/max_vio/max" => "r3_moe_max_vio", "ratio", POSITIVE,
