@@ -167,6 +167,83 @@ fn a_killed_run_and_an_interrupted_run_resume_as_if_nothing_had_happened() {
     assert_same_run(interrupted.path(), whole.path());
 }
 
+/// Rollouts in flight at every refit: of twelve groups five sequences run at a time, and six groups are trained on.
+const IN_FLIGHT: [&str; 4] =
+    ["rollout.over_sampling_groups=6", "train.max_staleness=4", "engine.max_running=5", "eval.every=3"];
+
+/// A gauge of every step of the run in `dir`.
+fn gauge(dir: &Path, name: &str) -> Vec<f64> {
+    let of = |record: Vec<(String, Value)>| record.into_iter().find(|(key, _)| key == name);
+    measured(dir).into_iter().filter_map(of).map(|(_, value)| value.as_f64().unwrap()).collect()
+}
+
+#[test]
+fn a_run_killed_with_rollouts_in_flight_resumes_as_if_nothing_had_happened() {
+    let arguments = |mode: &str| -> Vec<String> {
+        let mode = format!("refit.in_flight={mode}");
+        IN_FLIGHT.iter().copied().chain([&*mode]).flat_map(|set| ["--set".into(), set.into()]).collect()
+    };
+    let mut whole = Vec::new();
+    for mode in ["drain", "abort", "continue"] {
+        let arguments = arguments(mode);
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        let dir = tempfile::tempdir().unwrap();
+        complete(dir.path(), &arguments);
+
+        let killed = tempfile::tempdir().unwrap();
+        let mut process = Process::start(killed.path(), &arguments);
+        process.wait_for_step(3);
+        process.signal(Signal::KILL);
+        process.end();
+        assert!(killed.path().join("out/step-000002/pending.frames").is_file());
+        complete(killed.path(), &[&arguments[..], &["--resume"]].concat());
+        assert_same_run(killed.path(), dir.path());
+        whole.push(dir);
+    }
+    let [drain, abort, in_place] = &whole[..] else { unreachable!("three modes") };
+    // Who holds the unfinished rollouts makes no difference; finishing them first does.
+    assert_same_run(abort.path(), in_place.path());
+    let mixed = |dir: &Path| gauge(dir, "rollout_partial_ratio").into_iter().fold(0.0, f64::max);
+    assert!(mixed(in_place.path()) > 0.0 && mixed(drain.path()) == 0.0, "{}", mixed(in_place.path()));
+    for dir in &whole {
+        let staleness = gauge(dir.path(), "trajectory_staleness_max");
+        assert!(staleness.iter().all(|steps| (0.0..=4.0).contains(steps)), "{staleness:?}");
+        assert!(staleness.contains(&2.0), "{staleness:?}");
+    }
+}
+
+#[test]
+fn dynamic_sampling_fills_its_batches_from_groups_in_flight_and_resumes_too() {
+    let changes = |steps: &'static str| {
+        let dynamic = "algorithm={ dapo: { dynamic_sampling: { max_batches: 3 } } }";
+        [&IN_FLIGHT[..], &[dynamic, "eval.problems=0", steps]].concat()
+    };
+    let (whole, halves) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    in_process(&recipe(whole.path(), &changes("run.steps=4")), None, false).unwrap();
+    in_process(&recipe(halves.path(), &changes("run.steps=2")), None, false).unwrap();
+    in_process(&recipe(halves.path(), &changes("run.steps=4")), None, true).unwrap();
+    assert_eq!(measured(halves.path()), measured(whole.path()));
+    let filtered = gauge(whole.path(), "groups_filtered_total");
+    assert!(filtered.last().is_some_and(|&n| n > 0.0), "{filtered:?}");
+    let weights = |dir: &Path| weights(&dir.join("out/step-000004"));
+    assert!(weights(halves.path()) == weights(whole.path()));
+}
+
+#[test]
+fn a_checkpoint_whose_pending_rollouts_are_damaged_is_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let changes = [&IN_FLIGHT[..], &["run.steps=1", "eval.problems=0"]].concat();
+    in_process(&recipe(dir.path(), &changes), None, false).unwrap();
+    let path = dir.path().join("out/step-000001/pending.frames");
+    let mut bytes = fs::read(&path).unwrap();
+    bytes[300] ^= 1;
+    fs::write(&path, bytes).unwrap();
+    let longer = [&changes[..], &["run.steps=2"]].concat();
+    let error = in_process(&recipe(dir.path(), &longer), None, true).expect_err("it is damaged");
+    assert!(error.to_string().contains("pending.frames"), "{error}");
+    assert_eq!(error.exit_class(), ExitClass::Usage);
+}
+
 fn in_process(
     recipe: &Recipe,
     reward: Option<Arc<dyn Reward>>,

@@ -90,6 +90,12 @@ pub struct RolloutView<'a> {
 }
 
 impl<'a> RolloutView<'a> {
+    /// The prompt, `[P]`.
+    #[must_use]
+    pub fn prompt(&self) -> &'a [TokenId] {
+        &self.tokens[..self.prompt_tokens]
+    }
+
     /// The sampled tokens, `[N]`.
     #[must_use]
     pub fn completion(&self) -> &'a [TokenId] {

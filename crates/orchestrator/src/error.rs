@@ -53,6 +53,12 @@ pub enum RunError {
     Io { path: PathBuf, source: io::Error },
     #[error("{} is not the run state r3 wrote", path.display())]
     RunState { path: PathBuf, source: serde_json::Error },
+    #[error("{} holds a broken rollout", path.display())]
+    PendingFrame { path: PathBuf, source: FrameError },
+    #[error("{} holds rollouts {found:?} of group {group}, but a group has {expected}, each once", path.display())]
+    PendingGroup { path: PathBuf, group: u64, found: Vec<u32>, expected: usize },
+    #[error("{} holds rollouts of group {group} that complete another prompt than the task's", path.display())]
+    PendingPrompt { path: PathBuf, group: u64 },
     #[error("the rollout worker got nothing done for {waited:.0?}")]
     Stalled { waited: Duration },
     #[error("the rollout worker stopped without a word")]
@@ -120,7 +126,10 @@ impl RunError {
                 )
             }
             Self::Io { .. } => "check that the path exists, is writable and has room".into(),
-            Self::RunState { .. } => {
+            Self::PendingPrompt { .. } => {
+                "resume with the problems that the run was started with, or start a new run".into()
+            }
+            Self::RunState { .. } | Self::PendingFrame { .. } | Self::PendingGroup { .. } => {
                 "the checkpoint is damaged: remove it and resume from an earlier one".into()
             }
             Self::Stalled { .. } => {
@@ -152,7 +161,10 @@ impl RunError {
             | Self::ModelOverwritten { .. }
             | Self::NothingToResume { .. }
             | Self::RecipeChanged { .. }
-            | Self::RunState { .. } => ExitClass::Usage,
+            | Self::RunState { .. }
+            | Self::PendingFrame { .. }
+            | Self::PendingGroup { .. }
+            | Self::PendingPrompt { .. } => ExitClass::Usage,
             Self::Io { source, .. } => io_class(source),
             Self::Model(error) => model_class(error),
             Self::Engine(error) => match error {
@@ -249,6 +261,12 @@ mod tests {
             (ExitClass::Machine, io(ErrorKind::StorageFull)),
             (ExitClass::Machine, io(ErrorKind::WouldBlock)),
             (ExitClass::Usage, RunError::RunState { path: path(), source: json() }),
+            (ExitClass::Usage, RunError::PendingFrame { path: path(), source: FrameError::Misaligned }),
+            (
+                ExitClass::Usage,
+                RunError::PendingGroup { path: path(), group: 1, found: vec![0], expected: 2 },
+            ),
+            (ExitClass::Usage, RunError::PendingPrompt { path: path(), group: 1 }),
             (ExitClass::Machine, RunError::Stalled { waited }),
             (ExitClass::Bug, RunError::WorkerGone),
             (ExitClass::Diverged, RunError::NoSignal { n_groups: 1, batches: 1 }),

@@ -11,9 +11,9 @@ use r3_recipe::recipe::Recipe;
 use r3_telemetry::progress::{BarKind, Progress};
 
 use crate::error::RunError;
+use crate::greedy::{Evaluation, Held, greedy_accuracy};
 use crate::model_dir;
 use crate::setup::{self, TaskParts};
-use crate::worker::{Evaluation, Held, greedy_accuracy};
 
 /// Answers the first `eval.problems` held-out problems greedily, in `rollout.dtype`.
 ///

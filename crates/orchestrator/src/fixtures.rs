@@ -1,10 +1,12 @@
 //! A task, a recipe and a small model for the tests of this crate.
 
+use std::iter;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use r3_core::ids::{GroupId, PolicyVersion};
+use r3_core::ids::{GroupId, PolicyVersion, SequenceId, TokenId};
+use r3_core::rollout::{FinishReason, Reward as Outcome};
 use r3_engine::config::EngineConfig;
 use r3_engine::engine::Engine;
 use r3_model::config::ModelConfig;
@@ -12,11 +14,13 @@ use r3_model::init::FreshWeights;
 use r3_recipe::recipe::Recipe;
 use r3_ring::reader::Reader;
 use r3_ring::ring::Ring;
+use r3_scheduler::request::Finished;
 use r3_tasks::dataset::{Dataset, Problem, Prompt};
 use r3_tasks::reward::Reward;
 use r3_tasks::tokenizer::Tokenizer;
 use r3_telemetry::progress::{Bar, BarKind, Progress};
 
+use crate::pending::{Origin, Pending, Scored};
 use crate::setup::sample_spec;
 use crate::worker::WorkerParts;
 
@@ -65,6 +69,7 @@ pub(crate) fn worker_parts(reward: Arc<dyn Reward>, deadline: Duration) -> (Work
         reward,
         dataset: Arc::new(dataset()),
         tokenizer: Arc::new(tokenizer),
+        pending: Pending::default(),
     };
     (parts, reader)
 }
@@ -72,6 +77,28 @@ pub(crate) fn worker_parts(reward: Arc<dyn Reward>, deadline: Duration) -> (Work
 /// The first problem as group 0, said to be the `problem`-th.
 pub(crate) fn prompt(problem: usize) -> Prompt {
     Prompt::encode(GroupId(0), problem, &dataset().train[0], &tokenizer()).unwrap()
+}
+
+/// A rollout of three prompt tokens and two sampled ones, without routes.
+pub(crate) fn scored(group: u64, index: u32, reward: Outcome) -> Scored {
+    let rollout = Finished {
+        sequence: SequenceId(0),
+        group: GroupId(group),
+        index,
+        tokens: [1, 2, 3, 4, 5].map(TokenId).into(),
+        prompt_tokens: 3,
+        turns: iter::once(3..5).collect(),
+        rollout_logprobs: vec![-0.5, -1.5],
+        versions: vec![PolicyVersion(2); 2],
+        routes: None,
+        routes_start: 0,
+        new_rows: 0,
+        prompt_logprobs: None,
+        finish: FinishReason::Stop,
+        cached_tokens: 0,
+        n_preemptions: 0,
+    };
+    Scored { rollout, reward, origin: Origin::default() }
 }
 
 pub(crate) fn bar() -> Bar {

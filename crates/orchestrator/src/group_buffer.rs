@@ -12,7 +12,7 @@ use r3_train::batch::{Group, Sample};
 
 use crate::error::RunError;
 use crate::handle::WorkerHandle;
-use crate::worker::SampleStats;
+use crate::sample_stats::SampleStats;
 
 /// How long one look into the ring may take before the worker is asked whether it still lives.
 const LOOK: Duration = Duration::from_millis(100);

@@ -14,16 +14,21 @@ use r3_tasks::dataset::Prompt;
 use r3_telemetry::progress::Bar;
 
 use crate::error::RunError;
-use crate::worker::{Evaluation, SampleStats, Worker, WorkerParts};
+use crate::greedy::Evaluation;
+use crate::pending_file::Snapshot;
+use crate::sample_stats::SampleStats;
+use crate::worker::{Worker, WorkerParts};
 
 /// How long one look at the replies may take before the worker's pulse is felt.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// What the worker is asked to do.
 pub(crate) enum Command {
-    Sample { prompts: Vec<Prompt>, bar: Bar },
+    Sample { prompts: Vec<Prompt>, n_groups: usize, bar: Bar },
+    Drain { bar: Bar },
     Evaluate { problems: usize, max_new_tokens: usize, bar: Bar },
     Refit { weights: SharedWeights, version: PolicyVersion },
+    Snapshot,
 }
 
 /// An answer to one [`Command`], in order.
@@ -31,7 +36,19 @@ pub(crate) enum Command {
 pub(crate) enum Reply {
     Sampled(SampleStats),
     Evaluated(Evaluation),
-    Refitted(RefitReport),
+    Refitted(Refitted),
+    Snapshot(Snapshot),
+}
+
+/// What a refit did, and what it found in flight.
+#[derive(Clone, Debug)]
+pub struct Refitted {
+    /// The engine's account.
+    pub report: RefitReport,
+    /// Groups with unfinished rollouts.
+    pub n_groups: usize,
+    /// Unfinished rollouts: they go on under the new weights.
+    pub n_rollouts: usize,
 }
 
 /// Counts what the worker gets done: ticks, answers, tensors. A worker whose count stands still for the deadline is stuck: in a reward that
@@ -83,12 +100,13 @@ impl WorkerHandle {
         Ok(Self { commands: Some(commands), replies, thread: Some(thread), pulse, last, deadline })
     }
 
-    /// Asks for all rollouts of `prompts`; they arrive in the ring, and [`Self::sampled`] says when all have.
+    /// Begins `prompts` and asks for the rollouts of `n_groups` groups, the oldest that are whole; they arrive in the ring,
+    /// and [`Self::sampled`] says when all have.
     ///
     /// # Errors
     /// If the worker is gone.
-    pub fn sample(&mut self, prompts: Vec<Prompt>, bar: Bar) -> Result<(), RunError> {
-        self.send(Command::Sample { prompts, bar })
+    pub fn sample(&mut self, prompts: Vec<Prompt>, n_groups: usize, bar: Bar) -> Result<(), RunError> {
+        self.send(Command::Sample { prompts, n_groups, bar })
     }
 
     /// The outcome of [`Self::sample`], if it comes within `wait`; `None` while the worker gets on with it.
@@ -100,6 +118,30 @@ impl WorkerHandle {
             Some(Reply::Sampled(stats)) => Ok(Some(stats)),
             Some(_) => unreachable!("replies come in the order of commands"),
             None => Ok(None),
+        }
+    }
+
+    /// Finishes all that is in flight, under the weights that are served. Nothing arrives in the ring.
+    ///
+    /// # Errors
+    /// As [`Self::sampled`].
+    pub fn drain(&mut self, bar: Bar) -> Result<SampleStats, RunError> {
+        self.send(Command::Drain { bar })?;
+        match self.reply()? {
+            Reply::Sampled(stats) => Ok(stats),
+            _ => unreachable!("replies come in the order of commands"),
+        }
+    }
+
+    /// Copies what was begun and has not arrived in the ring, for a checkpoint.
+    ///
+    /// # Errors
+    /// As [`Self::sampled`].
+    pub fn snapshot(&mut self) -> Result<Snapshot, RunError> {
+        self.send(Command::Snapshot)?;
+        match self.reply()? {
+            Reply::Snapshot(snapshot) => Ok(snapshot),
+            _ => unreachable!("replies come in the order of commands"),
         }
     }
 
@@ -120,15 +162,16 @@ impl WorkerHandle {
         }
     }
 
-    /// Loads the trained weights into the engine, audited, and forgets everything of the old ones.
+    /// Loads the trained weights into the engine, audited, and forgets everything of the old ones; rollouts in flight go
+    /// on, now or when more is sampled.
     ///
     /// # Errors
     /// If a tensor is not finite or a hash differs; the engine then still serves the old weights. Or as
     /// [`Self::sampled`].
-    pub fn refit(&mut self, weights: SharedWeights, version: PolicyVersion) -> Result<RefitReport, RunError> {
+    pub fn refit(&mut self, weights: SharedWeights, version: PolicyVersion) -> Result<Refitted, RunError> {
         self.send(Command::Refit { weights, version })?;
         match self.reply()? {
-            Reply::Refitted(report) => Ok(report),
+            Reply::Refitted(refitted) => Ok(refitted),
             _ => unreachable!("replies come in the order of commands"),
         }
     }
@@ -227,7 +270,7 @@ mod tests {
         let (release, held) = channel();
         let (parts, _) = worker_parts(Arc::new(Stuck(Mutex::new(held))), DEADLINE);
         let mut worker = WorkerHandle::spawn(parts).unwrap();
-        worker.sample(vec![prompt(0)], bar()).unwrap();
+        worker.sample(vec![prompt(0)], 1, bar()).unwrap();
         (worker, release)
     }
 
@@ -268,11 +311,11 @@ mod tests {
     fn a_panic_of_the_worker_goes_on_where_it_is_waited_for() {
         let (parts, _ring) = worker_parts(Arc::new(ExactMatch), Duration::from_secs(60));
         let mut worker = WorkerHandle::spawn(parts).unwrap();
-        worker.sample(vec![prompt(usize::MAX)], bar()).unwrap();
+        worker.sample(vec![prompt(usize::MAX)], 1, bar()).unwrap();
         let panic = catch_unwind(AssertUnwindSafe(|| outcome(&mut worker))).expect_err("no such problem");
         let message = panic.downcast_ref::<String>().unwrap();
         assert!(message.starts_with("index out of bounds"), "{message}");
-        assert!(matches!(worker.sample(Vec::new(), bar()), Err(RunError::WorkerGone)));
+        assert!(matches!(worker.sample(Vec::new(), 0, bar()), Err(RunError::WorkerGone)));
     }
 
     #[test]
@@ -280,7 +323,7 @@ mod tests {
         let (parts, ring) = worker_parts(Arc::new(ExactMatch), Duration::from_secs(60));
         let mut worker = WorkerHandle::spawn(parts).unwrap();
         drop(ring);
-        worker.sample(vec![prompt(0)], bar()).unwrap();
+        worker.sample(vec![prompt(0)], 1, bar()).unwrap();
         assert!(matches!(outcome(&mut worker), Err(RunError::Ring(_))));
     }
 
@@ -289,8 +332,11 @@ mod tests {
         let (parts, _ring) = worker_parts(Arc::new(ExactMatch), Duration::from_secs(60));
         let mut worker = WorkerHandle::spawn(parts).unwrap();
         let policy = Policy::load(&FreshWeights::new(&model(), 2), &model()).unwrap();
-        let report = worker.refit(policy.shared_weights(), PolicyVersion(1)).unwrap();
-        assert_eq!(report.version, PolicyVersion(1));
+        let refitted = worker.refit(policy.shared_weights(), PolicyVersion(1)).unwrap();
+        assert_eq!(
+            (refitted.report.version, refitted.n_groups, refitted.n_rollouts),
+            (PolicyVersion(1), 0, 0)
+        );
         assert!(worker.pulse.count() >= canonical_tensors(&model()).len() as u64);
     }
 }

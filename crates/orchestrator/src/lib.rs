@@ -9,14 +9,18 @@ pub mod error;
 pub mod eval;
 #[cfg(test)]
 mod fixtures;
+pub mod greedy;
 pub mod group_buffer;
 pub mod handle;
 pub mod model_dir;
+pub mod pending;
+pub mod pending_file;
 pub mod prompts;
 pub mod record;
 pub mod run;
 mod run_dir;
 pub mod run_state;
+pub mod sample_stats;
 pub mod score;
 pub mod setup;
 pub mod sft;

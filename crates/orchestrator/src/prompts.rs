@@ -44,12 +44,19 @@ impl Prompts {
     pub fn take(&mut self, n: usize) -> Result<Vec<Prompt>, RunError> {
         let mut prompts = Vec::with_capacity(n);
         for _ in 0..n {
-            let index = self.order.prompt(self.cursor);
-            let problem = &self.dataset.train[index];
-            prompts.push(Prompt::encode(GroupId(self.cursor), index, problem, &self.tokenizer)?);
+            prompts.push(self.of(GroupId(self.cursor))?);
             self.cursor += 1;
         }
         Ok(prompts)
+    }
+
+    /// The prompt of `group`, wherever the stream stands.
+    ///
+    /// # Errors
+    /// If it cannot be encoded.
+    pub fn of(&mut self, group: GroupId) -> Result<Prompt, RunError> {
+        let index = self.order.prompt(group.0);
+        Ok(Prompt::encode(group, index, &self.dataset.train[index], &self.tokenizer)?)
     }
 }
 
@@ -69,6 +76,7 @@ mod tests {
             let mut resumed = prompts(3, cursor);
             let rest = resumed.take(13 - usize::try_from(cursor).unwrap()).unwrap();
             assert_eq!(rest, whole[13 - rest.len()..]);
+            assert_eq!(resumed.of(GroupId(5)).unwrap(), whole[5]);
             assert_eq!(resumed.cursor(), 13);
         }
     }

@@ -6,7 +6,8 @@ use r3_telemetry::step_record::StepRecord;
 use r3_train::batch::RoutesUse;
 use r3_train::trainer::StepStats;
 
-use crate::worker::{Evaluation, SampleStats};
+use crate::greedy::Evaluation;
+use crate::sample_stats::SampleStats;
 
 /// Seconds of each phase of a step.
 #[derive(Clone, Copy, Debug, Default)]
@@ -39,6 +40,8 @@ pub struct StepReport<'a> {
     pub routes: RoutesUse,
     /// Groups that dynamic sampling sent back.
     pub filtered: usize,
+    /// Groups and rollouts that the refit found unfinished.
+    pub in_flight: (usize, usize),
     /// Bytes of frames in the ring when the batch was complete.
     pub ring_used_bytes: u64,
 }
@@ -59,6 +62,7 @@ impl StepReport<'_> {
     pub fn count(&self, exporter: &Exporter) {
         exporter.add(metrics::GROUPS_FILTERED, self.filtered as u64);
         exporter.add(metrics::PREEMPTIONS, self.sampled.preemptions);
+        exporter.add(metrics::ROLLOUTS_RESUMED, self.in_flight.1 as u64);
         if self.routes == RoutesUse::Replay {
             exporter.add(metrics::ROUTE_REPLAYED_ROWS, self.stats.batch.n_inputs as u64);
         }
@@ -117,12 +121,13 @@ impl StepReport<'_> {
         let (mean, std) = sampled.score_moments();
         record.set(metrics::REWARD_MEAN, mean);
         record.set(metrics::REWARD_STD, std);
-        record.set(metrics::REWARD_FAILED, sampled.failures.len() as f64);
+        record.set(metrics::REWARD_FAILED, sampled.n_failed as f64);
         let n_equal = stats.batch.n_groups_equal + filtered;
         record.set(metrics::FRAC_REWARD_ZERO_STD, n_equal as f64 / n_groups.max(1) as f64);
         record.set(metrics::STALENESS_MEAN, stats.staleness_mean);
         record.set(metrics::STALENESS_MAX, stats.staleness_max as f64);
-        record.set(metrics::RESPONSE_LENGTH_MEAN, sampled.sampled_tokens as f64 / n_rollouts as f64);
+        record.set(metrics::ROLLOUT_PARTIAL_RATIO, sampled.n_mixed as f64 / n_rollouts as f64);
+        record.set(metrics::RESPONSE_LENGTH_MEAN, sampled.completion_tokens as f64 / n_rollouts as f64);
         record.set(metrics::RESPONSE_CLIP_RATIO, sampled.n_cut as f64 / n_rollouts as f64);
     }
 
@@ -148,6 +153,7 @@ impl StepReport<'_> {
         record.set(metrics::PREFIX_CACHE_HIT_RATE, hit_rate);
         record.set(metrics::REQUESTS_RUNNING, sampled.max_running as f64);
         record.set(metrics::REQUESTS_WAITING, sampled.max_waiting as f64);
+        record.set(metrics::GROUPS_IN_FLIGHT, self.in_flight.0 as f64);
         record.set(metrics::RING_USED_BYTES, self.ring_used_bytes as f64);
     }
 }
@@ -185,7 +191,17 @@ mod tests {
 
     fn record(stats: &StepStats, sampled: &SampleStats) -> StepRecord {
         let (timings, routes) = (Timings::default(), RoutesUse::Replay);
-        StepReport { step: 3, stats, sampled, timings, routes, filtered: 0, ring_used_bytes: 0 }.record()
+        StepReport {
+            step: 3,
+            stats,
+            sampled,
+            timings,
+            routes,
+            filtered: 0,
+            in_flight: (0, 0),
+            ring_used_bytes: 0,
+        }
+        .record()
     }
 
     /// The record's keys; every value has to be finite, since others are written as null.
@@ -209,6 +225,7 @@ mod tests {
         let expected = [
             "step",
             "kv_cache_usage_perc",
+            "num_groups_in_flight",
             "num_requests_running",
             "num_requests_waiting",
             "policy_version",
@@ -271,6 +288,7 @@ mod tests {
             timings,
             routes,
             filtered: 12,
+            in_flight: (0, 0),
             ring_used_bytes: 0,
         };
         assert_eq!(report.record().get(metrics::FRAC_REWARD_ZERO_STD), Some(0.75));

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
-use r3_core::ids::PolicyVersion;
 use r3_kernels::gemm::Dtype;
 use r3_model::export::{Companions, write_weights};
 use r3_recipe::recipe::Recipe;
+use r3_recipe::rollout::InFlight;
 use r3_ring::ring::Ring;
 use r3_tasks::reward::{Reward, check_step};
 use r3_telemetry::progress::{BarKind, Progress};
@@ -25,14 +25,16 @@ use r3_train::trainer::{StepStats, Trainer};
 
 use crate::error::{RunError, io_at};
 use crate::group_buffer::{GroupBuffer, check_layers, groups};
-use crate::handle::WorkerHandle;
+use crate::handle::{Refitted, WorkerHandle};
+use crate::pending_file;
 use crate::prompts::Prompts;
 use crate::record::{StepReport, Timings, set_evaluation};
 use crate::run_dir::{METRICS, RECIPE, RunDir};
 use crate::run_state::RunState;
+use crate::sample_stats::SampleStats;
 use crate::setup::{self, TaskParts};
 use crate::shutdown::Shutdown;
-use crate::worker::{SampleStats, WorkerParts};
+use crate::worker::WorkerParts;
 
 /// How to run, beside the recipe.
 #[derive(Clone, Default)]
@@ -70,8 +72,8 @@ pub fn run(recipe: &Recipe, options: &RunOptions) -> Result<RunOutcome, RunError
         while run.step < recipe.run.steps {
             let sampled = run.sample()?; // prompts -> rollouts -> rewards -> ring
             let learned = run.learn()?; // ring -> groups -> batch -> replayed forward, loss, optimiser
-            let refit_s = run.refit()?; // trained weights -> engine, audited; then the flush
-            run.finish_step(&sampled, &learned, refit_s)?; // metrics, evaluation, checkpoint
+            let refitted = run.refit()?; // trained weights -> engine, audited; then the flush
+            run.finish_step(&sampled, &learned, &refitted)?; // metrics, evaluation, checkpoint
             if options.shutdown.is_requested() && run.step < recipe.run.steps {
                 run.save()?;
                 return Err(RunError::Interrupted { step: run.step });
@@ -111,6 +113,12 @@ struct Learned {
     train_s: f64,
 }
 
+/// What loading the trained weights took.
+struct Served {
+    refit: Refitted,
+    seconds: f64,
+}
+
 /// A run between two steps.
 struct Run<'a> {
     recipe: &'a Recipe,
@@ -120,8 +128,8 @@ struct Run<'a> {
     saved_step: Option<u64>,
     /// Seconds the newest checkpoint took to write.
     save_s: f64,
-    /// The version the engine samples with.
-    served: PolicyVersion,
+    /// Groups begun and not trained on.
+    n_pending: usize,
     prompts: Prompts,
     worker: WorkerHandle,
     buffer: GroupBuffer,
@@ -158,9 +166,11 @@ impl<'a> Run<'a> {
         let trainer = load_trainer(recipe, model_dir, state.as_ref().map(|(trainer, _)| trainer))?;
         let policy = trainer.policy();
         let engine = setup::engine(recipe, policy.config(), &policy.shared_weights(), trainer.version())?;
-        let cursor = state.as_ref().map_or(0, |(_, run)| run.cursor);
-        let prompts =
+        let (cursor, begun) = state.map_or_else(Default::default, |(_, run)| (run.cursor, run.begun));
+        let mut prompts =
             Prompts::new(Arc::clone(&task.dataset), Arc::clone(&task.tokenizer), recipe.run.seed, cursor)?;
+        let pending = pending_file::read(model_dir, &begun, setup::expected(recipe, &config), &mut prompts)?;
+        let n_pending = pending.n_groups();
         let worker = WorkerHandle::spawn(WorkerParts {
             engine,
             writer,
@@ -169,6 +179,7 @@ impl<'a> Run<'a> {
             reward: task.reward,
             dataset: task.dataset,
             tokenizer: task.tokenizer,
+            pending,
         })?;
         // Nothing of an earlier run is touched before all that can be refused has been.
         let metrics = dir.join(METRICS);
@@ -192,7 +203,7 @@ impl<'a> Run<'a> {
             step,
             saved_step: resumed.is_some().then_some(step),
             save_s: 0.0,
-            served: trainer.version(),
+            n_pending,
             prompts,
             worker,
             buffer: GroupBuffer::new(reader),
@@ -206,11 +217,15 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Samples a batch of prompts into the ring; with dynamic sampling, until enough groups can teach something.
+    /// Samples a batch of groups into the ring; with dynamic sampling, until enough groups can teach something. With
+    /// over-sampling, as many groups as the recipe says are left for the next step.
     fn sample(&mut self) -> Result<Sampled, RunError> {
         let began = Instant::now();
         let rollout = &self.recipe.rollout;
         let max_batches = setup::max_batches(&self.recipe.algorithm);
+        let bar = |run: &Self, n_groups: usize| {
+            run.telemetry.progress().bar(BarKind::Rollout, (n_groups * rollout.group_size) as u64)
+        };
         let mut stats = SampleStats::default();
         let mut filtered = 0;
         for batch in 0.. {
@@ -218,10 +233,10 @@ impl<'a> Run<'a> {
             if missing == 0 || batch == max_batches {
                 break;
             }
-            let n_rollouts = missing * rollout.group_size;
-            let bar = self.telemetry.progress().bar(BarKind::Rollout, n_rollouts as u64);
-            self.worker.sample(self.prompts.take(missing)?, bar)?;
-            stats.add(self.buffer.receive(n_rollouts, &mut self.worker)?);
+            let prompts = self.prompts.take(missing + rollout.over_sampling_groups - self.n_pending)?;
+            self.worker.sample(prompts, missing, bar(self, missing))?;
+            self.n_pending = rollout.over_sampling_groups;
+            stats.add(self.buffer.receive(missing * rollout.group_size, &mut self.worker)?);
             check_step(stats.n_scored, &stats.failures)?;
             if max_batches > 1 {
                 filtered += self.buffer.drop_equal()?;
@@ -229,6 +244,9 @@ impl<'a> Run<'a> {
         }
         if self.buffer.n_groups(rollout.group_size) == 0 {
             return Err(RunError::NoSignal { n_groups: max_batches * rollout.groups, batches: max_batches });
+        }
+        if self.recipe.refit.in_flight == InFlight::Drain && self.n_pending > 0 {
+            stats.add(self.worker.drain(bar(self, self.n_pending))?);
         }
         Ok(Sampled { stats, filtered, seconds: began.elapsed().as_secs_f64(), began })
     }
@@ -255,22 +273,19 @@ impl<'a> Run<'a> {
         Ok(Learned { stats, ring_used_bytes, measure_s, train_s: start.elapsed().as_secs_f64() })
     }
 
-    /// Loads the trained weights into the engine, which then forgets KV, routes and prefixes of the old ones. Returns
-    /// the seconds it took. A step that trained nothing leaves both as they are.
-    fn refit(&mut self) -> Result<f64, RunError> {
+    /// Loads the trained weights into the engine, which then forgets KV, routes and prefixes of the old ones. Also when
+    /// the step trained nothing: a step begins with an empty engine, as it does in a process that resumes the run.
+    fn refit(&mut self) -> Result<Served, RunError> {
         let start = Instant::now();
-        if self.served != self.trainer.version() {
-            let weights = self.trainer.policy().shared_weights();
-            let report = self.worker.refit(weights, self.trainer.version())?;
-            self.served = report.version;
-            let (version, epoch, changed) = (report.version.0, report.epoch, report.changed);
-            tracing::debug!(version, epoch, changed, "refit");
-        }
-        Ok(start.elapsed().as_secs_f64())
+        let weights = self.trainer.policy().shared_weights();
+        let refit = self.worker.refit(weights, self.trainer.version())?;
+        let (version, epoch, changed) = (refit.report.version.0, refit.report.epoch, refit.report.changed);
+        tracing::debug!(version, epoch, changed, in_flight = refit.n_rollouts, "refit");
+        Ok(Served { refit, seconds: start.elapsed().as_secs_f64() })
     }
 
     /// Evaluates if it is time, shows and keeps the step's record, and saves if it is time.
-    fn finish_step(&mut self, sampled: &Sampled, learned: &Learned, refit_s: f64) -> Result<(), RunError> {
+    fn finish_step(&mut self, sampled: &Sampled, learned: &Learned, served: &Served) -> Result<(), RunError> {
         self.step += 1;
         let report = StepReport {
             step: self.step,
@@ -280,12 +295,13 @@ impl<'a> Run<'a> {
                 sample_s: sampled.seconds,
                 measure_s: learned.measure_s,
                 train_s: learned.train_s,
-                refit_s,
+                refit_s: served.seconds,
                 save_s: self.save_s,
                 step_s: sampled.began.elapsed().as_secs_f64(),
             },
             routes: setup::routes_use(self.recipe),
             filtered: sampled.filtered,
+            in_flight: (served.refit.n_groups, served.refit.n_rollouts),
             ring_used_bytes: learned.ring_used_bytes,
         };
         report.count(self.telemetry.exporter());
@@ -339,17 +355,17 @@ impl<'a> Run<'a> {
             return Ok(());
         }
         let start = Instant::now();
-        let state = RunState::new(self.recipe, self.prompts.cursor());
+        let pending = self.worker.snapshot()?;
+        let state = RunState::new(self.recipe, self.prompts.cursor(), &pending.begun);
         let (trainer, companions) = (&self.trainer, &self.companions);
         let policy = trainer.policy();
-        self.checkpoints.save(trainer.position(self.step), trainer.checkpoint_bytes(), |dir| {
+        let needed_bytes = trainer.checkpoint_bytes() + pending.frames.len() as u64;
+        self.checkpoints.save(trainer.position(self.step), needed_bytes, |dir| {
             write_weights(dir, policy.config(), policy, Dtype::F32)?;
             companions.write(dir)?;
             trainer.write_optimiser(dir)?;
-            state.write(dir).map_err(|source| r3_train::error::TrainError::Write {
-                path: dir.to_path_buf(),
-                needed_bytes: 0,
-                source,
+            pending.write(dir).and_then(|()| state.write(dir)).map_err(|source| {
+                r3_train::error::TrainError::Write { path: dir.to_path_buf(), needed_bytes: 0, source }
             })
         })?;
         self.saved_step = Some(self.step);

@@ -1,8 +1,10 @@
 //! What a checkpoint keeps beside weights and optimiser: where the prompts stood, and under which recipe.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
+use r3_core::ids::{GroupId, PolicyVersion};
 use r3_recipe::recipe::Recipe;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -21,15 +23,20 @@ const FREE_KEYS: [&str; 6] = ["engine", "ring", "eval", "metrics", "run", "model
 pub struct RunState {
     /// Prompts given out.
     pub cursor: u64,
+    /// Groups begun and not trained on, whose rollouts are kept beside this file, with the version that began each.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub begun: BTreeMap<u64, u64>,
     /// The recipe as it was run.
     pub recipe: Value,
 }
 
 impl RunState {
-    /// The state of a run of `recipe` that has given out `cursor` prompts.
+    /// The state of a run of `recipe` that has given out `cursor` prompts, and `begun` of their groups under these
+    /// versions without training on them.
     #[must_use]
-    pub fn new(recipe: &Recipe, cursor: u64) -> Self {
-        Self { cursor, recipe: to_json(recipe) }
+    pub fn new(recipe: &Recipe, cursor: u64, begun: &BTreeMap<GroupId, PolicyVersion>) -> Self {
+        let begun = begun.iter().map(|(group, version)| (group.0, version.0)).collect();
+        Self { cursor, begun, recipe: to_json(recipe) }
     }
 
     /// Writes the state into checkpoint `dir`.
@@ -108,7 +115,7 @@ mod tests {
 
     /// What a run that was started with `changes` says to the recipe as it is.
     fn resumed(changes: &[(&str, Value)]) -> Result<(), RunError> {
-        let mut state = RunState::new(&recipe(), 6);
+        let mut state = RunState::new(&recipe(), 6, &BTreeMap::new());
         for (pointer, value) in changes {
             *state.recipe.pointer_mut(pointer).unwrap_or_else(|| panic!("no {pointer}")) = value.clone();
         }
@@ -129,13 +136,16 @@ mod tests {
             ("/task/arithmetic/digits", json!(3)),
             ("/rollout/temperature", json!(0.5)),
             ("/rollout/groups", json!(3)),
+            ("/rollout/over_sampling_groups", json!(1)),
+            ("/refit/in_flight", json!("drain")),
             ("/rollout/stop_token_ids", json!([1])),
             ("/router_replay/mode", json!("off")),
             ("/algorithm/dapo/clip_high", json!(0.5)),
             ("/train/lr", json!(1.0)),
             ("/train/schedule", json!("linear")),
         ] {
-            let now = RunState::new(&recipe(), 0).recipe.pointer(pointer).unwrap().to_string();
+            let now =
+                RunState::new(&recipe(), 0, &BTreeMap::new()).recipe.pointer(pointer).unwrap().to_string();
             let key = pointer[1..].replace('/', ".");
             assert_eq!(refused(&[(pointer, then.clone())]), (key, then.to_string(), now));
         }
@@ -145,13 +155,13 @@ mod tests {
 
     #[test]
     fn a_key_that_came_or_went_is_refused_too() {
-        let mut state = RunState::new(&recipe(), 0);
+        let mut state = RunState::new(&recipe(), 0, &BTreeMap::new());
         state.recipe["rollout"].as_object_mut().unwrap().remove("top_p");
         let Err(RunError::RecipeChanged { key, then, .. }) = state.check(&recipe()) else {
             panic!("it came")
         };
         assert_eq!((&*key, &*then), ("rollout.top_p", "nothing"));
-        state = RunState::new(&recipe(), 0);
+        state = RunState::new(&recipe(), 0, &BTreeMap::new());
         state.recipe["train"]["gone"] = json!(1);
         let Err(RunError::RecipeChanged { key, now, .. }) = state.check(&recipe()) else { panic!("it went") };
         assert_eq!((&*key, &*now), ("train.gone", "nothing"));
@@ -181,7 +191,7 @@ mod tests {
         for schedule in ["linear", "cosine"] {
             let mut now = recipe();
             now.train.schedule = serde_json::from_value(json!(schedule)).unwrap();
-            let mut state = RunState::new(&now, 0);
+            let mut state = RunState::new(&now, 0, &BTreeMap::new());
             assert!(state.check(&now).is_ok());
             state.recipe["run"]["steps"] = json!(2);
             match state.check(&now) {
@@ -197,7 +207,8 @@ mod tests {
     fn a_state_reads_back_as_it_was_written_and_a_damaged_one_is_refused_by_path() {
         let dir = tempfile::tempdir().unwrap();
         assert!(matches!(RunState::read(dir.path()), Err(RunError::Io { .. })));
-        let state = RunState::new(&recipe(), 41);
+        let begun = BTreeMap::from([(GroupId(39), PolicyVersion(8))]);
+        let state = RunState::new(&recipe(), 41, &begun);
         state.write(dir.path()).unwrap();
         assert_eq!(RunState::read(dir.path()).unwrap(), state);
         fs::write(dir.path().join(FILE), "{\"cursor\": 41}").unwrap();

@@ -30,6 +30,7 @@ use r3_telemetry::progress::{Bar, BarKind, Progress};
 use r3_train::batch::{Limits, RoutesUse};
 
 use crate::error::RunError;
+use crate::pending_file::Expected;
 use crate::worker::SampleSpec;
 
 /// The text side of a run.
@@ -129,6 +130,8 @@ pub fn sample_spec(recipe: &Recipe, tokenizer: &Tokenizer) -> SampleSpec {
             min_p: narrow(rollout.min_p),
         },
         seed: recipe.run.seed,
+        in_flight: recipe.refit.in_flight,
+        max_lag: recipe.train.max_staleness.saturating_sub(recipe.train.mini_steps as u64),
     }
 }
 
@@ -143,6 +146,13 @@ pub fn engine(
     version: PolicyVersion,
 ) -> Result<Engine, RunError> {
     Ok(Engine::new(engine_config(recipe), model, source, version)?)
+}
+
+/// What the unfinished groups of a checkpoint have to be like.
+#[must_use]
+pub fn expected(recipe: &Recipe, model: &ModelConfig) -> Expected {
+    let routes = (routes_use(recipe) != RoutesUse::None).then(|| model.route_dims());
+    Expected { group_size: recipe.rollout.group_size, routes }
 }
 
 fn engine_config(recipe: &Recipe) -> EngineConfig {

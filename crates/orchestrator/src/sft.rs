@@ -24,11 +24,11 @@ use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 
 use crate::error::RunError;
+use crate::greedy::{Held, greedy_accuracy};
 use crate::model_dir;
 use crate::run::with_deep_stack;
 use crate::setup::{TaskParts, load_policy};
 use crate::shutdown::Shutdown;
-use crate::worker::{Held, greedy_accuracy};
 
 /// Tokens of one forward and backward pass.
 const MICRO_BATCH_TOKENS: usize = 4096;

@@ -1,26 +1,35 @@
 //! The rollout worker: a thread that owns the engine, scores what it samples, and writes it into the ring.
+//!
+//! It counts ticks, never time, so that a run does the same whenever it runs: which rollouts are in flight at a refit
+//! follows from the recipe.
 
-use std::collections::HashMap;
+use std::mem;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
-use r3_core::ids::{GroupId, TokenId};
-use r3_core::rollout::{FinishReason, Reward as Outcome};
+use r3_core::ids::{PolicyVersion, TokenId};
+use r3_core::rollout::Reward as Outcome;
 use r3_engine::engine::{Engine, GroupRequest};
+use r3_engine::resume::Continuation;
 use r3_engine::sampler::Sampling;
 use r3_model::error::ModelError;
 use r3_model::source::{TensorSource, model_hash};
+use r3_recipe::rollout::InFlight;
 use r3_ring::frame::{FrameMeta, encode, frame_bytes};
 use r3_ring::writer::Writer;
 use r3_scheduler::request::Finished;
-use r3_tasks::dataset::{Dataset, Problem, Prompt};
-use r3_tasks::reward::{Completion, Reward, RewardFailure, score_caught};
+use r3_tasks::dataset::{Dataset, Prompt};
+use r3_tasks::reward::Reward;
 use r3_tasks::tokenizer::Tokenizer;
 use r3_telemetry::progress::Bar;
 
 use crate::error::RunError;
-use crate::handle::{Command, Pulse, Reply};
+use crate::greedy::{Evaluation, Held, greedy_accuracy, judge};
+use crate::handle::{Command, Pulse, Refitted, Reply};
+use crate::pending::{Origin, Pending, Scored};
+use crate::pending_file::Snapshot;
+use crate::sample_stats::SampleStats;
 
 /// How rollouts are sampled.
 #[derive(Clone, Debug)]
@@ -35,6 +44,11 @@ pub struct SampleSpec {
     pub sampling: Sampling,
     /// Seed of the run.
     pub seed: u64,
+    /// What a refit does to unfinished rollouts.
+    pub in_flight: InFlight,
+    /// Versions that may lie between a group's first one and the one served, for the group not to be in this step: the
+    /// bound on staleness, less what one step adds to it.
+    pub max_lag: u64,
 }
 
 /// What a worker is built from.
@@ -53,109 +67,40 @@ pub struct WorkerParts {
     pub dataset: Arc<Dataset>,
     /// Turns completions into text.
     pub tokenizer: Arc<Tokenizer>,
-}
-
-/// What sampling a batch of prompts took.
-#[derive(Clone, Debug, Default)]
-pub struct SampleStats {
-    /// Tokens sampled.
-    pub sampled_tokens: u64,
-    /// Tokens of the prompts, once a group.
-    pub prompt_tokens: u64,
-    /// Of those, tokens found in the prefix cache.
-    pub cached_tokens: u64,
-    /// Seconds of scoring.
-    pub reward_s: f64,
-    /// Largest share of KV blocks held at once.
-    pub kv_usage: f64,
-    /// Most sequences that ran at once.
-    pub max_running: usize,
-    /// Most sequences that waited at once.
-    pub max_waiting: usize,
-    /// Sequences that gave their blocks back.
-    pub preemptions: u64,
-    /// Rollouts that were scored.
-    pub n_scored: usize,
-    /// Sum of their scores.
-    pub score_sum: f64,
-    /// Sum of the squares of their scores.
-    pub score_square_sum: f64,
-    /// Rollouts cut off by their token limit.
-    pub n_cut: usize,
-    /// Rollouts whose reward failed.
-    pub failures: Vec<RewardFailure>,
-}
-
-impl SampleStats {
-    /// Rollouts sampled.
-    #[must_use]
-    pub fn n_rollouts(&self) -> usize {
-        self.n_scored + self.failures.len()
-    }
-
-    /// Mean and sample standard deviation of the scores; 0 where there are too few.
-    #[must_use]
-    pub fn score_moments(&self) -> (f64, f64) {
-        let n = self.n_scored as f64;
-        let mean = self.score_sum / n.max(1.0);
-        let variance = (self.score_square_sum - n * mean * mean) / (n - 1.0).max(1.0);
-        (mean, variance.max(0.0).sqrt())
-    }
-
-    /// Adds what another batch of prompts took.
-    pub fn add(&mut self, other: Self) {
-        self.sampled_tokens += other.sampled_tokens;
-        self.prompt_tokens += other.prompt_tokens;
-        self.cached_tokens += other.cached_tokens;
-        self.reward_s += other.reward_s;
-        self.kv_usage = self.kv_usage.max(other.kv_usage);
-        self.max_running = self.max_running.max(other.max_running);
-        self.max_waiting = self.max_waiting.max(other.max_waiting);
-        self.preemptions += other.preemptions;
-        self.n_scored += other.n_scored;
-        self.score_sum += other.score_sum;
-        self.score_square_sum += other.score_square_sum;
-        self.n_cut += other.n_cut;
-        self.failures.extend(other.failures);
-    }
-}
-
-/// What a greedy evaluation found.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Evaluation {
-    /// Problems answered.
-    pub problems: usize,
-    /// Mean score.
-    pub accuracy: f64,
-    /// Seconds it took.
-    pub seconds: f64,
+    /// What an earlier process left unfinished.
+    pub pending: Pending,
 }
 
 /// The worker itself, on its thread.
 pub(crate) struct Worker {
     parts: WorkerParts,
-    /// Problem of each group that is being sampled.
-    prompts: HashMap<GroupId, usize>,
+    /// Which of the model's layers have routes.
+    layer_ids: Vec<u32>,
+    /// One hash over the weights served.
+    model_hash: u64,
     pulse: Pulse,
 }
 
 impl Worker {
     pub(crate) fn new(parts: WorkerParts, pulse: Pulse) -> Self {
-        Self { parts, prompts: HashMap::new(), pulse }
+        let engine = &parts.engine;
+        let (layer_ids, model_hash) = (engine.model().moe_layers(), model_hash(engine.hashes()));
+        Self { parts, layer_ids, model_hash, pulse }
     }
 
     /// Obeys until the other end is dropped or something fails.
     pub(crate) fn serve(mut self, commands: &Receiver<Command>, replies: &Sender<Result<Reply, RunError>>) {
         while let Ok(command) = commands.recv() {
             let reply = match command {
-                Command::Sample { prompts, bar } => self.sample(prompts, &bar).map(Reply::Sampled),
+                Command::Sample { prompts, n_groups, bar } => {
+                    self.sample(prompts, n_groups, &bar).map(Reply::Sampled)
+                }
+                Command::Drain { bar } => self.drain(&bar).map(Reply::Sampled),
                 Command::Evaluate { problems, max_new_tokens, bar } => {
                     self.evaluate(problems, max_new_tokens, &bar).map(Reply::Evaluated)
                 }
-                Command::Refit { weights, version } => {
-                    let source = Beating { source: &weights, pulse: &self.pulse };
-                    self.parts.engine.refit(&source, version).map(Reply::Refitted).map_err(RunError::from)
-                }
+                Command::Refit { weights, version } => self.refit(&weights, version).map(Reply::Refitted),
+                Command::Snapshot => Ok(Reply::Snapshot(self.snapshot())),
             };
             let failed = reply.is_err();
             if replies.send(reply).is_err() || failed {
@@ -164,98 +109,162 @@ impl Worker {
         }
     }
 
-    fn sample(&mut self, prompts: Vec<Prompt>, bar: &Bar) -> Result<SampleStats, RunError> {
-        let spec = self.parts.spec.clone();
+    /// Begins `prompts`, and hands over the oldest `n_groups` of the groups that were begun.
+    fn sample(&mut self, prompts: Vec<Prompt>, n_groups: usize, bar: &Bar) -> Result<SampleStats, RunError> {
+        self.resume()?;
+        prompts.into_iter().try_for_each(|prompt| self.begin(prompt))?;
+        let served = self.parts.engine.version();
+        let oldest = PolicyVersion(served.0.saturating_sub(self.parts.spec.max_lag));
+        // Where every group goes there is nothing to wait for: rollouts go as they end.
+        let is_choice = self.parts.pending.n_groups() > n_groups;
         let mut stats = SampleStats::default();
-        for prompt in prompts {
-            stats.prompt_tokens += prompt.tokens.len() as u64;
-            self.prompts.insert(prompt.group, prompt.problem);
-            self.parts.engine.submit(&GroupRequest {
-                group: prompt.group,
-                prompt: prompt.tokens.into(),
-                size: spec.group_size,
-                max_new_tokens: spec.max_new_tokens,
-                stop_tokens: Arc::clone(&spec.stop_tokens),
-                sampling: spec.sampling,
-                seed: spec.seed,
-                return_routes: self.parts.engine.captures_routes().then_some(0),
-            })?;
-        }
-        let engine = &self.parts.engine;
-        let layer_ids = engine.model().moe_layers();
-        let origin = FrameMeta {
-            layer_ids: &layer_ids,
-            weight_epoch: engine.epoch(),
-            model_hash: model_hash(engine.hashes()),
-            reward: Outcome::Failed,
-            mask: None,
-        };
-        let preemptions_before = self.parts.engine.stats().n_preemptions;
-        while self.parts.engine.has_work() {
-            let tick = self.parts.engine.tick()?;
-            stats.sampled_tokens += tick.sampled_tokens as u64;
-            bar.tokens(tick.sampled_tokens as u64);
-            self.pulse.beat();
-            self.observe(&mut stats);
-            while let Some(finished) = self.parts.engine.take_finished() {
-                self.deliver(&finished, origin, &mut stats)?;
-                self.pulse.beat();
-                bar.inc(1);
+        while !self.parts.pending.is_ready(n_groups, oldest) {
+            for rollout in self.tick(&mut stats, bar)? {
+                match is_choice {
+                    true => self.parts.pending.keep(rollout),
+                    false => self.deliver(&rollout, &mut stats)?,
+                }
             }
         }
-        stats.preemptions = self.parts.engine.stats().n_preemptions - preemptions_before;
-        self.prompts.clear();
+        for rollout in self.parts.pending.take(n_groups) {
+            self.deliver(&rollout, &mut stats)?;
+        }
         Ok(stats)
     }
 
-    fn observe(&self, stats: &mut SampleStats) {
-        let now = self.parts.engine.stats();
-        stats.kv_usage = stats.kv_usage.max(now.n_held_blocks as f64 / now.n_blocks as f64);
-        stats.max_running = stats.max_running.max(now.n_running);
-        stats.max_waiting = stats.max_waiting.max(now.n_waiting);
+    /// Finishes what is in flight, and keeps it.
+    fn drain(&mut self, bar: &Bar) -> Result<SampleStats, RunError> {
+        let mut stats = SampleStats::default();
+        while self.parts.engine.has_work() {
+            for rollout in self.tick(&mut stats, bar)? {
+                self.parts.pending.keep(rollout);
+            }
+        }
+        Ok(stats)
     }
 
-    /// Scores a rollout and writes its frame: the one copy its routes ever see.
-    ///
-    /// `origin` says which weights and layers a frame of this batch is of; the reward is filled in.
-    fn deliver(
-        &mut self,
-        finished: &Finished,
-        origin: FrameMeta<'_>,
-        stats: &mut SampleStats,
-    ) -> Result<(), RunError> {
-        let start = Instant::now();
-        let reward = match self.score(finished)? {
-            Ok(score) => {
-                stats.n_scored += 1;
-                stats.score_sum += f64::from(score);
-                stats.score_square_sum += f64::from(score).powi(2);
-                Outcome::Score(score)
+    fn begin(&mut self, prompt: Prompt) -> Result<(), RunError> {
+        let Self { parts: WorkerParts { engine, spec, pending, .. }, .. } = self;
+        pending.begin(&prompt, spec.group_size, engine.version());
+        engine.submit(&GroupRequest {
+            group: prompt.group,
+            prompt: prompt.tokens.into(),
+            size: spec.group_size,
+            max_new_tokens: spec.max_new_tokens,
+            stop_tokens: Arc::clone(&spec.stop_tokens),
+            sampling: spec.sampling,
+            seed: spec.seed,
+            return_routes: engine.captures_routes().then_some(0),
+        })?;
+        Ok(())
+    }
+
+    /// Gives the engine back what was taken out of it. Groups go in the order of their age, so the engine plans as if they
+    /// had never left.
+    fn resume(&mut self) -> Result<(), RunError> {
+        let Self { parts: WorkerParts { engine, spec, pending, .. }, .. } = self;
+        let how = Continuation {
+            max_new_tokens: spec.max_new_tokens,
+            stop_tokens: Arc::clone(&spec.stop_tokens),
+            sampling: spec.sampling,
+            seed: spec.seed,
+        };
+        let mut partial = mem::take(&mut pending.partial).into_iter().peekable();
+        while let Some(first) = partial.next() {
+            let mut members = vec![first];
+            while let Some(next) = partial.next_if(|next| next.group == members[0].group) {
+                members.push(next);
             }
+            engine.resume(members, &how).map_err(|returned| returned.error)?;
+        }
+        Ok(())
+    }
+
+    /// Takes everything unfinished out of the engine.
+    fn take_back(&mut self) {
+        self.parts.engine.abort_all();
+        while let Some(rollout) = self.parts.engine.take_finished() {
+            self.parts.pending.partial.push(rollout);
+        }
+    }
+
+    /// One tick of the engine; the rollouts that ended with it, scored.
+    fn tick(&mut self, stats: &mut SampleStats, bar: &Bar) -> Result<Vec<Scored>, RunError> {
+        assert!(self.parts.engine.has_work(), "rollouts that are waited for are in the engine");
+        let preemptions_before = self.parts.engine.stats().n_preemptions;
+        let tick = self.parts.engine.tick()?;
+        let now = self.parts.engine.stats();
+        stats.sampled_tokens += tick.sampled_tokens as u64;
+        stats.preemptions += now.n_preemptions - preemptions_before;
+        stats.observe(&now);
+        bar.tokens(tick.sampled_tokens as u64);
+        self.pulse.beat();
+        let mut ended = Vec::new();
+        while let Some(finished) = self.parts.engine.take_finished() {
+            ended.push(self.score(finished, stats)?);
+            self.pulse.beat();
+            bar.inc(1);
+        }
+        Ok(ended)
+    }
+
+    fn score(&mut self, rollout: Finished, stats: &mut SampleStats) -> Result<Scored, RunError> {
+        let start = Instant::now();
+        let origin = self.origin();
+        let WorkerParts { dataset, reward, tokenizer, pending, .. } = &mut self.parts;
+        let problem = &dataset.train[pending.problem(rollout.group)];
+        let reward = match judge(&rollout, problem, &**reward, tokenizer)? {
+            Ok(score) => Outcome::Score(score),
             Err(failure) => {
-                tracing::warn!(group = finished.group.0, rollout = finished.index, "{failure}");
+                tracing::warn!(group = rollout.group.0, rollout = rollout.index, "{failure}");
                 stats.failures.push(failure);
                 Outcome::Failed
             }
         };
+        pending.end_one(rollout.group);
         stats.reward_s += start.elapsed().as_secs_f64();
-        stats.n_cut += usize::from(finished.finish == FinishReason::Length);
-        if finished.index == 0 {
-            stats.cached_tokens += finished.cached_tokens as u64;
-        }
-        let meta = FrameMeta { reward, ..origin };
-        let rollout = finished.view();
+        Ok(Scored { rollout, reward, origin })
+    }
+
+    /// Writes the frame of a rollout: the one copy its routes ever see.
+    fn deliver(&mut self, scored: &Scored, stats: &mut SampleStats) -> Result<(), RunError> {
+        stats.hand_over(scored);
+        let Scored { rollout, reward, origin: Origin { weight_epoch, model_hash } } = scored;
+        let mask = rollout.mask();
+        let meta = FrameMeta {
+            layer_ids: &self.layer_ids,
+            weight_epoch: *weight_epoch,
+            model_hash: *model_hash,
+            reward: *reward,
+            mask: mask.as_deref(),
+        };
+        let rollout = rollout.view();
         let mut frame = self.parts.writer.reserve(frame_bytes(&rollout), self.parts.deadline)?;
         encode(&rollout, &meta, &mut frame);
         frame.commit();
         Ok(())
     }
 
-    fn score(&self, finished: &Finished) -> Result<Result<f32, RewardFailure>, RunError> {
-        let problem = &self.parts.dataset.train[self.prompts[&finished.group]];
-        judge(finished, problem, &*self.parts.reward, &self.parts.tokenizer)
+    fn origin(&self) -> Origin {
+        Origin { weight_epoch: self.parts.engine.epoch(), model_hash: self.model_hash }
     }
 
+    /// Loads trained weights. Should that fail, whatever is in flight goes on under the old ones.
+    fn refit(&mut self, weights: &dyn TensorSource, version: PolicyVersion) -> Result<Refitted, RunError> {
+        let source = Beating { source: weights, pulse: &self.pulse };
+        let report = self.parts.engine.refit(&source, version)?;
+        self.model_hash = model_hash(&report.hashes);
+        let n_rollouts = self.parts.engine.n_open_requests();
+        match self.parts.spec.in_flight {
+            InFlight::Abort => self.take_back(),
+            // The engine keeps what is in flight; after a drain, nothing is.
+            InFlight::Continue | InFlight::Drain => {}
+        }
+        Ok(Refitted { report, n_groups: self.parts.pending.n_unfinished(), n_rollouts })
+    }
+
+    /// Answers held-out problems, with the engine to itself: whatever is in flight steps aside, and nothing that is cached
+    /// here is found by what is sampled next, in this process or in one that resumes from a checkpoint.
     fn evaluate(
         &mut self,
         problems: usize,
@@ -263,6 +272,7 @@ impl Worker {
         bar: &Bar,
     ) -> Result<Evaluation, RunError> {
         let start = Instant::now();
+        self.take_back();
         let WorkerParts { engine, tokenizer, dataset, reward, spec, .. } = &mut self.parts;
         let held_out = &dataset.held_out[..problems.min(dataset.held_out.len())];
         let accuracy = greedy_accuracy(
@@ -274,7 +284,13 @@ impl Worker {
                 self.pulse.beat();
             },
         )?;
+        engine.flush();
         Ok(Evaluation { problems: held_out.len(), accuracy, seconds: start.elapsed().as_secs_f64() })
+    }
+
+    fn snapshot(&self) -> Snapshot {
+        let WorkerParts { engine, pending, .. } = &self.parts;
+        Snapshot::new(pending, &engine.in_flight(), &self.layer_ids, self.origin())
     }
 }
 
@@ -292,142 +308,188 @@ impl TensorSource for Beating<'_> {
     }
 }
 
-/// What `reward` says of a completion of `problem`, as text.
-fn judge(
-    finished: &Finished,
-    problem: &Problem,
-    reward: &dyn Reward,
-    tokenizer: &Tokenizer,
-) -> Result<Result<f32, RewardFailure>, RunError> {
-    let rollout = finished.view();
-    let text = tokenizer.completion_text(rollout.completion(), rollout.finish)?;
-    let completion = Completion {
-        group: finished.group,
-        index: finished.index,
-        text: &text,
-        finished: finished.finish == FinishReason::Stop,
-    };
-    Ok(score_caught(reward, problem, &completion))
-}
-
-/// What is evaluated, and how.
-pub struct Held<'a> {
-    /// The problems.
-    pub problems: &'a [Problem],
-    /// Judges the answers.
-    pub reward: &'a dyn Reward,
-    /// Any of these ends an answer.
-    pub stop_tokens: &'a Arc<[TokenId]>,
-    /// Tokens of an answer at most.
-    pub max_new_tokens: usize,
-}
-
-/// Mean score of one greedy answer to each problem; an answer whose reward fails counts 0. 0 without problems.
-/// `progress(tokens, answers)` hears of every tick and every answer.
-///
-/// # Errors
-/// If a prompt cannot be encoded or the engine refuses it.
-pub fn greedy_accuracy(
-    engine: &mut Engine,
-    tokenizer: &Tokenizer,
-    held: &Held<'_>,
-    progress: &dyn Fn(u64, u64),
-) -> Result<f64, RunError> {
-    for (index, problem) in held.problems.iter().enumerate() {
-        engine.submit(&GroupRequest {
-            group: GroupId(index as u64),
-            prompt: tokenizer.encode(&problem.prompt)?.into(),
-            size: 1,
-            max_new_tokens: held.max_new_tokens,
-            stop_tokens: Arc::clone(held.stop_tokens),
-            sampling: Sampling::GREEDY,
-            seed: 0,
-            return_routes: None,
-        })?;
-    }
-    let mut sum = 0.0;
-    while engine.has_work() {
-        let tick = engine.tick()?;
-        progress(tick.sampled_tokens as u64, 0);
-        while let Some(finished) = engine.take_finished() {
-            let problem = &held.problems[finished.group.index()];
-            let judged = judge(&finished, problem, held.reward, tokenizer)?;
-            sum += f64::from(judged.unwrap_or(0.0));
-            progress(0, 1);
-        }
-    }
-    Ok(sum / held.problems.len().max(1) as f64)
-}
-
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
+    use r3_core::rollout::RolloutView;
+    use r3_engine::config::EngineConfig;
+    use r3_model::init::FreshWeights;
+    use r3_ring::frame::Frame;
+    use r3_ring::reader::Reader;
+    use r3_tasks::reward::ExactMatch;
 
     use super::*;
-    use crate::fixtures::{dataset, worker_parts};
+    use crate::fixtures::{bar, dataset, model, recipe, worker_parts};
+    use crate::pending_file::{self, Expected};
+    use crate::prompts::Prompts;
 
-    #[test]
-    fn batches_add_up_and_peaks_stay_peaks() {
-        let batch = |n: usize| SampleStats {
-            sampled_tokens: n as u64,
-            prompt_tokens: n as u64,
-            cached_tokens: n as u64,
-            reward_s: n as f64,
-            kv_usage: n as f64,
-            max_running: n,
-            max_waiting: n,
-            preemptions: n as u64,
-            n_scored: n,
-            ..SampleStats::default()
-        };
-        let mut stats = batch(3);
-        stats.add(batch(2));
-        assert_eq!((stats.sampled_tokens, stats.prompt_tokens, stats.cached_tokens), (5, 5, 5));
-        assert_eq!((stats.reward_s, stats.preemptions, stats.n_scored), (5.0, 5, 5));
-        assert_eq!((stats.kv_usage, stats.max_running, stats.max_waiting), (3.0, 3, 3));
+    const MODES: [InFlight; 3] = [InFlight::Drain, InFlight::Abort, InFlight::Continue];
+    const GROUPS: usize = 4;
+    const OVER: usize = 4;
+
+    /// The rollout side of a run, which is given other weights after every step.
+    struct Rollouts {
+        worker: Worker,
+        ring: Reader,
+        prompts: Prompts,
+        version: u64,
+        /// Every rollout that was handed over: what it is, to the bit, and the versions of its tokens.
+        taken: Vec<(String, Vec<u64>)>,
     }
 
-    /// Gives its scores in turn, and remembers what it was asked about.
-    struct InTurn {
-        scores: Vec<f32>,
-        asked: Mutex<Vec<String>>,
-    }
-
-    impl Reward for InTurn {
-        fn name(&self) -> &str {
-            "in_turn"
+    impl Rollouts {
+        /// Five of eight to sixteen sequences run at once, so that refits find some running, some waiting and some whole.
+        fn new(in_flight: InFlight) -> Self {
+            let (mut parts, ring) = worker_parts(Arc::new(ExactMatch), Duration::from_secs(60));
+            let config = EngineConfig::from_recipe(&recipe().engine, recipe().rollout.dtype, true);
+            let config = EngineConfig { max_running: 5, max_batch_tokens: 16, block_tokens: 4, ..config };
+            let weights = FreshWeights::new(&model(), 1);
+            parts.engine = Engine::new(config, &model(), &weights, PolicyVersion(0)).unwrap();
+            parts.dataset = Arc::new(Dataset { held_out: dataset().train, ..dataset() });
+            parts.spec = SampleSpec { max_new_tokens: 7, in_flight, max_lag: 1, ..parts.spec };
+            let prompts =
+                Prompts::new(Arc::clone(&parts.dataset), Arc::clone(&parts.tokenizer), 3, 0).unwrap();
+            let worker = Worker::new(parts, Pulse::default());
+            Self { worker, ring, prompts, version: 0, taken: Vec::new() }
         }
 
-        fn score(&self, problem: &Problem, _: &str, _: bool) -> f32 {
-            let mut asked = self.asked.lock().unwrap();
-            asked.push(problem.prompt.clone());
-            self.scores[asked.len() - 1]
+        /// As another process goes on with it, from files and the weights served.
+        fn resumed(&self) -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let snapshot = self.worker.snapshot();
+            snapshot.write(dir.path()).unwrap();
+            let mut other = Self::new(self.worker.parts.spec.in_flight);
+            other.prompts = other.prompts_at(self.prompts.cursor());
+            let expected = Expected { group_size: 2, routes: Some(model().route_dims()) };
+            let begun = snapshot.begun.iter().map(|(group, version)| (group.0, version.0)).collect();
+            other.worker.parts.pending =
+                pending_file::read(dir.path(), &begun, expected, &mut other.prompts).unwrap();
+            other.version = self.version;
+            other.worker.parts.engine.refit(&weights(self.version), PolicyVersion(self.version)).unwrap();
+            other.taken.clone_from(&self.taken);
+            other
+        }
+
+        fn prompts_at(&self, cursor: u64) -> Prompts {
+            let WorkerParts { dataset, tokenizer, .. } = &self.worker.parts;
+            Prompts::new(Arc::clone(dataset), Arc::clone(tokenizer), 3, cursor).unwrap()
+        }
+
+        fn sample(&mut self) {
+            let n_pending = self.worker.parts.pending.n_groups();
+            let prompts = self.prompts.take(GROUPS + OVER - n_pending).unwrap();
+            self.worker.sample(prompts, GROUPS, &bar()).unwrap();
+            if self.worker.parts.spec.in_flight == InFlight::Drain {
+                self.worker.drain(&bar()).unwrap();
+            }
+            while let Ok(id) = self.ring.next(Duration::ZERO) {
+                let frame = Frame::decode(self.ring.bytes(id)).unwrap();
+                let RolloutView { versions, .. } = frame.rollout();
+                let versions = versions.iter().map(|version| version.0).collect();
+                self.taken.push((format!("{:?} {:?}", frame.rollout(), frame.reward()), versions));
+                self.ring.release(id);
+            }
+        }
+
+        fn refit(&mut self) -> Refitted {
+            self.version += 1;
+            self.worker.refit(&weights(self.version), PolicyVersion(self.version)).unwrap()
+        }
+
+        fn steps(&mut self, n: usize) {
+            for _ in 0..n {
+                self.sample();
+                self.refit();
+            }
+        }
+    }
+
+    fn weights(version: u64) -> FreshWeights {
+        FreshWeights::new(&model(), version + 1)
+    }
+
+    fn after_six_steps(in_flight: InFlight) -> Rollouts {
+        let mut rollouts = Rollouts::new(in_flight);
+        rollouts.steps(6);
+        rollouts
+    }
+
+    #[test]
+    fn versions_are_exact_in_flight_and_staleness_is_bounded() {
+        for in_flight in MODES {
+            let mut rollouts = Rollouts::new(in_flight);
+            let mut n_mixed = 0;
+            for step in 0..6 {
+                rollouts.taken.clear();
+                rollouts.sample();
+                assert_eq!(rollouts.taken.len(), 2 * GROUPS);
+                for (_, versions) in &rollouts.taken {
+                    assert!(versions.is_sorted() && versions.iter().all(|version| version + 2 >= step));
+                    n_mixed += usize::from(versions.first() != versions.last());
+                }
+                let refitted = rollouts.refit();
+                assert_eq!(refitted.n_rollouts == 0, in_flight == InFlight::Drain, "{refitted:?}");
+            }
+            assert_eq!(n_mixed > 4, in_flight != InFlight::Drain, "{n_mixed} mixed");
         }
     }
 
     #[test]
-    fn accuracy_is_the_mean_over_all_problems_and_a_failed_reward_counts_nothing() {
-        let reward = Arc::new(InTurn { scores: vec![1.0, f32::NAN, 0.5, 0.0, 1.0], asked: Mutex::default() });
-        let (mut parts, _ring) = worker_parts(reward.clone(), Duration::from_secs(60));
-        let problems = dataset().train;
-        let held = Held {
-            problems: &problems,
-            reward: &*reward,
-            stop_tokens: &parts.spec.stop_tokens,
-            max_new_tokens: 2,
-        };
-        let heard = Mutex::new((0, 0));
-        let accuracy = greedy_accuracy(&mut parts.engine, &parts.tokenizer, &held, &|tokens, answers| {
-            let mut heard = heard.lock().unwrap();
-            *heard = (heard.0 + tokens, heard.1 + answers);
-        });
-        assert_eq!(accuracy.unwrap(), 2.5 / 5.0);
-        let (tokens, answers) = heard.into_inner().unwrap();
-        assert!((5..=10).contains(&tokens) && answers == 5, "{tokens} tokens, {answers} answers");
-        let mut asked = reward.asked.lock().unwrap().clone();
-        asked.sort();
-        assert_eq!(asked, problems.iter().map(|problem| problem.prompt.clone()).collect::<Vec<_>>());
-        let none = Held { problems: &[], ..held };
-        assert_eq!(greedy_accuracy(&mut parts.engine, &parts.tokenizer, &none, &|_, _| {}).unwrap(), 0.0);
+    fn whether_the_engine_or_the_worker_holds_them_rollouts_go_on_alike() {
+        let (kept, taken_back) = (after_six_steps(InFlight::Continue), after_six_steps(InFlight::Abort));
+        assert_eq!(kept.taken, taken_back.taken);
+        assert_ne!(kept.taken, after_six_steps(InFlight::Drain).taken);
+    }
+
+    #[test]
+    fn a_refit_that_fails_leaves_what_is_in_flight_as_it_was() {
+        struct Broken;
+        impl TensorSource for Broken {
+            fn read(&self, name: &str, _: &mut Vec<f32>) -> Result<(), ModelError> {
+                Err(ModelError::NoSuchTensor { name: name.to_owned() })
+            }
+        }
+        for in_flight in MODES {
+            let mut rollouts = Rollouts::new(in_flight);
+            for _ in 0..6 {
+                rollouts.sample();
+                let next = PolicyVersion(rollouts.version + 1);
+                assert!(rollouts.worker.refit(&Broken, next).is_err());
+                rollouts.refit();
+            }
+            assert_eq!(rollouts.taken, after_six_steps(in_flight).taken, "{in_flight:?}");
+        }
+    }
+
+    #[test]
+    fn an_evaluation_neither_disturbs_what_is_in_flight_nor_is_disturbed() {
+        for in_flight in MODES {
+            let mut rollouts = Rollouts::new(in_flight);
+            let mut idle = Rollouts::new(in_flight);
+            for _ in 0..6 {
+                rollouts.sample();
+                rollouts.refit();
+                idle.worker.parts.engine.refit(&weights(rollouts.version), PolicyVersion(9)).unwrap();
+                let [found, expected] =
+                    [&mut rollouts, &mut idle].map(|it| it.worker.evaluate(3, 5, &bar()).unwrap());
+                assert_eq!((found.problems, found.accuracy), (3, expected.accuracy));
+            }
+            assert_eq!(rollouts.taken, after_six_steps(in_flight).taken, "{in_flight:?}");
+        }
+    }
+
+    #[test]
+    fn what_a_checkpoint_keeps_goes_on_in_another_process_alike() {
+        for in_flight in MODES {
+            let expected = after_six_steps(in_flight).taken;
+            for n_before in [1, 2, 3, 5] {
+                let mut before = Rollouts::new(in_flight);
+                before.steps(n_before);
+                let mut after = before.resumed();
+                after.steps(6 - n_before);
+                assert_eq!(after.taken, expected, "{in_flight:?} after {n_before} steps");
+                before.steps(6 - n_before);
+                assert_eq!(before.taken, expected, "a checkpoint changes nothing");
+            }
+        }
     }
 }
