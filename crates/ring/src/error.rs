@@ -151,6 +151,12 @@ pub enum SampleFault {
     Reward { reward: f32, failed: u8 },
     #[error("the reserved field of its header is {reserved}")]
     Reserved { reserved: u32 },
+    #[error("byte {at} of the frame belongs to nothing, but is {byte:#04x}")]
+    Padding { at: usize, byte: u8 },
+    #[error(
+        "MoE layer {layer} is layer {layer_id} of the model, but the one before it is layer {previous_id}"
+    )]
+    LayerIds { layer: usize, layer_id: u32, previous_id: u32 },
     #[error("routes start at position {start}, not at 0")]
     Start { start: u64 },
     #[error(

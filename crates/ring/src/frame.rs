@@ -9,6 +9,8 @@
 //! may as well come from a file: it refuses whatever is damaged or contradicts itself, and names what it
 //! refuses.
 
+use std::ops::Range;
+
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::rollout::{FinishReason, Reward, RolloutView};
 use r3_core::routes::{RouteDims, RouteView};
@@ -63,12 +65,9 @@ pub fn encode(rollout: &RolloutView<'_>, meta: &FrameMeta<'_>, out: &mut [u8]) {
     assert_eq!(rollout.rollout_logprobs.len(), rollout.tokens.len() - rollout.prompt_tokens);
     assert_eq!(rollout.versions.len(), rollout.rollout_logprobs.len());
 
-    let mut end = HEADER_BYTES;
-    for section in layout.sections() {
-        out[end..section.start].fill(0);
-        end = section.end;
+    for padding in layout.padding() {
+        out[padding].fill(0);
     }
-    out[end..].fill(0);
 
     put(&mut out[layout.versions], rollout.versions.iter().map(|version| version.0.to_le_bytes()));
     put(&mut out[layout.tokens.clone()], rollout.tokens.iter().map(|token| token.0.to_le_bytes()));
@@ -160,9 +159,10 @@ impl<'a> Frame<'a> {
     /// Checks `bytes` and reads them as a frame, in place. Never panics, whatever the bytes.
     ///
     /// Checked are magic, format version, length, checksum, token digest, every count and dimension, that
-    /// logprobs are finite and the mask is 0 or 1, and the route contract: one row per token that was fed (`T
-    /// - 1`, or `T` if nothing was sampled), each of them written, ids in range and distinct
-    /// ([`RouteView::check`]).
+    /// logprobs are finite and the mask is 0 or 1, and the route contract: layers in ascending order, one row per
+    /// token that was fed (`T - 1`, or `T` if nothing was sampled), each of them written, ids in range and
+    /// distinct ([`RouteView::check`]). What belongs to nothing is 0, so a rollout has one frame: encoding what
+    /// was decoded gives the same bytes.
     ///
     /// # Errors
     /// The first violation, with the sample, layer and position it is about.
@@ -259,6 +259,9 @@ fn read_sample<'a>(bytes: &'a [u8], header: &Header) -> Result<Frame<'a>, Sample
     let layout = Layout::new(counts).filter(|layout| layout.total_bytes == bytes.len());
     let layout = layout.ok_or(SampleFault::Lengths { total_bytes: header.total_bytes })?;
 
+    if let Some(at) = layout.padding().into_iter().flatten().find(|&at| bytes[at] != 0) {
+        return Err(SampleFault::Padding { at, byte: bytes[at] });
+    }
     let token_digest = xxh3_64(&bytes[layout.tokens.clone()]);
     if token_digest != header.token_digest {
         return Err(SampleFault::TokenDigest { found: token_digest, expected: header.token_digest });
@@ -275,8 +278,11 @@ fn read_sample<'a>(bytes: &'a [u8], header: &Header) -> Result<Frame<'a>, Sample
     let layer_ids = typed(&bytes[layout.layer_ids]);
     let routes = match counts.routes {
         Some((_, dims)) => {
-            let (routes, validity) = (&bytes[layout.routes], &bytes[layout.validity]);
-            Some(checked_routes(routes, validity, dims, layer_ids)?)
+            check_layer_ids(layer_ids)?;
+            let routes =
+                checked_routes(&bytes[layout.routes], &bytes[layout.validity.clone()], dims, layer_ids)?;
+            check_last_bits(bytes, layout.validity, routes.rows())?;
+            Some(routes)
         }
         None => None,
     };
@@ -341,6 +347,24 @@ fn checked_counts(header: &Header) -> Result<Counts, SampleFault> {
     Ok(Counts { n_tokens, n_sampled, routes })
 }
 
+fn check_layer_ids(layer_ids: &[u32]) -> Result<(), SampleFault> {
+    match layer_ids.windows(2).position(|pair| pair[0] >= pair[1]) {
+        None => Ok(()),
+        Some(before) => {
+            let (layer_id, previous_id) = (layer_ids[before + 1], layer_ids[before]);
+            Err(SampleFault::LayerIds { layer: before + 1, layer_id, previous_id })
+        }
+    }
+}
+
+/// No row is behind the bits that are left of the last byte of the bitmap.
+fn check_last_bits(bytes: &[u8], validity: Range<usize>, rows: usize) -> Result<(), SampleFault> {
+    let at = validity.end - 1;
+    let used = rows - 8 * (validity.len() - 1);
+    let is_unused = |bit: usize| bytes[at] >> bit & 1 == 1;
+    if (used..8).any(is_unused) { Err(SampleFault::Padding { at, byte: bytes[at] }) } else { Ok(()) }
+}
+
 fn checked_routes<'a>(
     bytes: &'a [u8],
     validity: &[u8],
@@ -360,7 +384,7 @@ fn checked_routes<'a>(
 fn reward(header: &Header) -> Result<Reward, SampleFault> {
     match header.reward_failed {
         0 if header.reward.is_finite() => Ok(Reward::Score(header.reward)),
-        1 if header.reward == 0.0 => Ok(Reward::Failed),
+        1 if header.reward.to_bits() == 0 => Ok(Reward::Failed),
         failed => Err(SampleFault::Reward { reward: header.reward, failed }),
     }
 }

@@ -117,6 +117,11 @@ impl Layout {
         let Self { layer_ids, versions, tokens, logprobs, mask, routes, validity, .. } = self;
         [layer_ids, versions, tokens, logprobs, mask, routes, validity].map(Range::clone)
     }
+
+    /// The bytes behind each section that belong to nothing.
+    pub(crate) fn padding(&self) -> [Range<usize>; 7] {
+        self.sections().map(|section| section.end..section.end.next_multiple_of(SECTION_ALIGN))
+    }
 }
 
 fn row_bytes(dims: RouteDims) -> Option<usize> {
@@ -134,12 +139,12 @@ mod tests {
             let counts = Counts { n_tokens: n_sampled + 5, n_sampled, routes: Some((n_sampled + 4, dims)) };
             let layout = Layout::new(counts).unwrap();
             let mut end = HEADER_BYTES;
-            for section in layout.sections() {
-                assert!(section.start.is_multiple_of(SECTION_ALIGN) && section.start >= end);
-                assert!(section.start < end + SECTION_ALIGN);
-                end = section.end;
+            for (section, padding) in layout.sections().into_iter().zip(layout.padding()) {
+                assert!(section.start == end && section.start.is_multiple_of(SECTION_ALIGN));
+                assert!(padding.start == section.end && padding.len() < SECTION_ALIGN);
+                end = padding.end;
             }
-            assert_eq!(layout.total_bytes, end.next_multiple_of(SECTION_ALIGN));
+            assert_eq!(layout.total_bytes, end);
             assert_eq!(layout.routes.len(), (n_sampled + 4) * 18);
         }
     }

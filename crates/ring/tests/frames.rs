@@ -283,6 +283,38 @@ fn forged_values_are_named_by_position() {
 }
 
 #[test]
+fn bytes_that_belong_to_no_section_are_zero() {
+    let sample = Sample::new(5, SHAPE);
+    let (tokens_end, frame_end) = (Layout::of(&sample).tokens + 11 * 4, frame_bytes(&sample.rollout()));
+    // 10 rows fill a byte of bits and two bits of the next; six bytes follow.
+    let (last_bits, padding) = (frame_end - 7, frame_end - 6..frame_end);
+    for at in (tokens_end..tokens_end + 4).chain(padding) {
+        assert_eq!(fault(forged(at, &[0x80])), SampleFault::Padding { at, byte: 0x80 });
+    }
+    assert_eq!(fault(forged(last_bits, &[0b111])), SampleFault::Padding { at: last_bits, byte: 0b111 });
+}
+
+#[test]
+fn layers_that_do_not_ascend_are_refused() {
+    let second = HEADER_BYTES + 4;
+    for layer_id in [0, 1] {
+        let refused = SampleFault::LayerIds { layer: 1, layer_id, previous_id: 1 };
+        assert_eq!(fault(forged(second, &[layer_id as u8])), refused);
+    }
+}
+
+#[test]
+fn a_failed_reward_is_zero_and_not_minus_zero() {
+    let mut sample = Sample::new(5, SHAPE);
+    sample.reward = Reward::Failed;
+    let mut frame = encoded(&sample);
+    frame.bytes_mut()[REWARD..REWARD + 4].copy_from_slice(&(-0.0_f32).to_le_bytes());
+    frame.seal();
+    let error = Frame::decode(frame.bytes()).expect_err("must be refused");
+    assert_eq!(fault(error), SampleFault::Reward { reward: -0.0, failed: 1 });
+}
+
+#[test]
 fn nothing_sampled_needs_a_row_for_every_token() {
     let shape = Shape { prompt_tokens: 4, n_sampled: 0, routes: Some(DIMS) };
     let frame = encoded(&Sample::new(5, shape));
