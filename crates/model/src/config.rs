@@ -10,7 +10,23 @@ use serde_json::{Map, Value};
 
 use crate::error::ModelError;
 
-/// Shape and constants of one model; every field is already checked.
+/// The largest of the sizes below, and of a row of queries; recipes count as far.
+const MAX_SIZE: usize = 1 << 24;
+
+/// Decoder layers at most, dense ones included.
+const MAX_LAYERS: usize = 1 << 10;
+
+/// Angles of all positions at most: a table of 4 GiB.
+const MAX_ANGLES: usize = 1 << 29;
+
+/// Parameters at most: sixteen times those of the largest models there are, and their bytes can still be counted.
+const MAX_PARAMETERS: usize = 1 << 44;
+
+/// Characters of a wrong value shown at most.
+const SHOWN_CHARS: usize = 80;
+
+/// Shape and constants of one model; every field is already checked, and so is every size computed of them: a
+/// file can ask for nothing that overflows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     /// `V`.
@@ -85,6 +101,9 @@ impl ModelConfig {
         keys.check_model_type()?;
         keys.refuse_unsupported()?;
         let n_layers = keys.count("num_hidden_layers", None)?;
+        if n_layers > MAX_LAYERS {
+            return Err(keys.refuse("num_hidden_layers", format!("at most {MAX_LAYERS} layers")));
+        }
         let hidden_size = keys.count("hidden_size", None)?;
         let n_heads = keys.count("num_attention_heads", None)?;
         let config = Self {
@@ -129,6 +148,23 @@ impl ModelConfig {
         if !self.is_moe.contains(&true) {
             return Err(keys.refuse("mlp_only_layers", "at least one MoE layer to route".into()));
         }
+        self.check_size(keys)
+    }
+
+    fn check_size(&self, keys: &Keys<'_>) -> Result<(), ModelError> {
+        if self.n_heads * self.head_dim > MAX_SIZE {
+            return Err(keys.refuse("head_dim", format!("at most {MAX_SIZE} elements in all heads")));
+        }
+        if self.max_positions * (self.head_dim / 2) > MAX_ANGLES {
+            let most = MAX_ANGLES / (self.head_dim / 2);
+            return Err(keys.refuse("max_position_embeddings", format!("at most {most} for this head_dim")));
+        }
+        let elements = |shape: &[usize]| shape.iter().try_fold(1, |n: usize, &size| n.checked_mul(size));
+        let mut tensors = crate::source::canonical_tensors(self).into_iter();
+        let n_parameters = tensors.try_fold(0, |n: usize, (_, shape)| n.checked_add(elements(&shape)?));
+        if n_parameters.is_none_or(|n| n > MAX_PARAMETERS) {
+            return Err(keys.refuse("hidden_size", format!("at most {MAX_PARAMETERS} parameters in all")));
+        }
         Ok(())
     }
 
@@ -169,6 +205,24 @@ fn narrow(value: f64) -> f32 {
     value as f32
 }
 
+/// Whether `value` is above 0 and stays so, and finite, when rounded to f32.
+fn is_positive(value: f64) -> bool {
+    let value = narrow(value);
+    value.is_finite() && value > 0.0
+}
+
+/// `value` as a message may show it: not at any length, and without what would move a cursor.
+fn shown(value: &str) -> String {
+    let mut chars = value.chars();
+    let shown = chars.by_ref().take(SHOWN_CHARS);
+    let mut shown: String =
+        shown.map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c }).collect();
+    if chars.next().is_some() {
+        shown.push('…');
+    }
+    shown
+}
+
 struct Keys<'a> {
     raw: &'a Map<String, Value>,
     path: &'a Path,
@@ -176,15 +230,15 @@ struct Keys<'a> {
 
 impl Keys<'_> {
     fn refuse(&self, key: &'static str, needed: String) -> ModelError {
-        let found = self.raw.get(key).map_or_else(|| "missing".to_owned(), Value::to_string);
+        let found = self.raw.get(key).map_or_else(|| "missing".to_owned(), |value| shown(&value.to_string()));
         ModelError::Config { path: self.path.to_path_buf(), key, found, needed }
     }
 
     fn check_model_type(&self) -> Result<(), ModelError> {
         let model_type = match self.raw.get("model_type") {
             Some(Value::String(model_type)) if model_type == "qwen3_moe" => return Ok(()),
-            Some(Value::String(model_type)) => model_type.clone(),
-            Some(other) => other.to_string(),
+            Some(Value::String(model_type)) => shown(model_type),
+            Some(other) => shown(&other.to_string()),
             None => "(missing)".into(),
         };
         Err(ModelError::ModelType { path: self.path.to_path_buf(), model_type })
@@ -216,16 +270,19 @@ impl Keys<'_> {
     }
 
     fn count(&self, key: &'static str, default: Option<usize>) -> Result<usize, ModelError> {
-        let count = self.optional_count(key)?.or(default).filter(|count| *count > 0);
-        count.ok_or_else(|| self.refuse(key, "a whole number above 0".into()))
+        match self.optional_count(key)?.or(default) {
+            Some(count) if count > MAX_SIZE => Err(self.refuse(key, format!("at most {MAX_SIZE}"))),
+            Some(count) if count > 0 => Ok(count),
+            _ => Err(self.refuse(key, "a whole number above 0".into())),
+        }
     }
 
     fn number(&self, key: &'static str, default: f64) -> Result<f64, ModelError> {
         match self.raw.get(key) {
             None | Some(Value::Null) => Ok(default),
             Some(value) => match value.as_f64() {
-                Some(number) if number.is_finite() && number > 0.0 => Ok(number),
-                _ => Err(self.refuse(key, "a number above 0".into())),
+                Some(number) if is_positive(number) => Ok(number),
+                _ => Err(self.refuse(key, "a number above 0 in the range of f32".into())),
             },
         }
     }
@@ -249,7 +306,7 @@ impl Keys<'_> {
             || self.refuse("rope_parameters", "rope_type `default` and a positive rope_theta".into());
         let parameters = parameters.as_object().ok_or_else(refuse)?;
         let is_plain = |(key, value): (&String, &Value)| match key.as_str() {
-            "rope_theta" => value.as_f64().is_some_and(|theta| theta > 0.0),
+            "rope_theta" => value.as_f64().is_some_and(is_positive),
             "rope_type" | "type" => value == "default",
             _ => value.is_null(),
         };
@@ -420,6 +477,59 @@ mod tests {
             ("hidden_act", json!(3)),
         ] {
             assert_eq!(refused(json!({ key: value })), (key, value.to_string()));
+        }
+    }
+
+    #[test]
+    fn sizes_beyond_what_can_be_computed_with_are_refused_by_key() {
+        for (key, largest) in [
+            ("vocab_size", 1_u64 << 24),
+            ("hidden_size", 1 << 24),
+            ("num_hidden_layers", 1 << 10),
+            ("intermediate_size", 1 << 24),
+            ("moe_intermediate_size", 1 << 24),
+        ] {
+            assert!(try_config(json!({ key: largest })).is_ok(), "{key}: {largest}");
+            for beyond in [largest + 1, u64::MAX] {
+                assert_eq!(refused(json!({ key: beyond })), (key, beyond.to_string()));
+            }
+        }
+        // Heads times their width is the width of a row; two heads here.
+        assert!(try_config(json!({ "head_dim": 1 << 23, "max_position_embeddings": 1 })).is_ok());
+        assert_eq!(refused(json!({ "head_dim": (1 << 23) + 2 })).0, "head_dim");
+        assert_eq!(refused(json!({ "num_attention_heads": 1_u64 << 63 })).0, "num_attention_heads");
+        // The table of angles, of head_dim / 2 for each position.
+        assert!(try_config(json!({ "head_dim": 128, "max_position_embeddings": 1 << 23 })).is_ok());
+        let beyond = json!({ "head_dim": 128, "max_position_embeddings": (1 << 23) + 1 });
+        assert_eq!(refused(beyond).0, "max_position_embeddings");
+        let experts =
+            json!({ "num_experts": 1 << 16, "moe_intermediate_size": 1 << 24, "hidden_size": 1 << 24 });
+        assert_eq!(refused(experts).0, "hidden_size");
+    }
+
+    #[test]
+    fn a_constant_that_f32_rounds_away_is_refused_by_key() {
+        for key in ["rope_theta", "rms_norm_eps", "initializer_range"] {
+            for value in [1e-60, 1e60] {
+                assert_eq!(refused(json!({ key: value })).0, key, "{value}");
+            }
+        }
+        let refused = refused(json!({ "rope_parameters": { "rope_theta": 1e60 } }));
+        assert_eq!(refused.0, "rope_parameters");
+    }
+
+    #[test]
+    fn what_a_refusal_shows_is_short_and_moves_no_cursor() {
+        let message = |changes| try_config(changes).unwrap_err().to_string();
+        let wild = "\u{7f}\u{9b}2J";
+        for changes in [
+            json!({ "model_type": wild }),
+            json!({ "hidden_act": wild }),
+            json!({ "vocab_size": vec![wild; 10_000] }),
+            json!({ "model_type": vec![wild; 10_000] }),
+        ] {
+            let message = message(changes);
+            assert!(!message.contains(char::is_control) && message.len() < 400, "{message:?}");
         }
     }
 
