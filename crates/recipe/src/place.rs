@@ -42,6 +42,17 @@ pub struct Place {
     pub text: String,
 }
 
+/// The lines of `text` as YAML 1.2 ends them: with a line feed, a carriage return, or both.
+pub(crate) fn lines(text: &str) -> impl Iterator<Item = &str> {
+    let mut rest = Some(text);
+    std::iter::from_fn(move || {
+        let text = rest?;
+        let end = text.find(['\n', '\r']);
+        rest = end.map(|end| text[end..].strip_prefix("\r\n").unwrap_or(&text[end + 1..]));
+        Some(&text[..end.unwrap_or(text.len())])
+    })
+}
+
 impl Place {
     /// Cuts the line of `spot` out of its source.
     ///
@@ -49,13 +60,13 @@ impl Place {
     /// If the spot's source is none of `sources`: the spot was made from them, so that is a bug.
     pub(crate) fn new(sources: &[Source<'_>], spot: Spot) -> Self {
         let source = sources[spot.source];
-        let text = source.text.split('\n').nth(spot.line.saturating_sub(1)).unwrap_or("");
+        let text = lines(source.text).nth(spot.line.saturating_sub(1)).unwrap_or("");
         Self {
             name: source.name.into(),
             line: spot.line,
             column: spot.column,
             width: spot.width,
-            text: text.strip_suffix('\r').unwrap_or(text).into(),
+            text: text.into(),
         }
     }
 }
@@ -95,6 +106,16 @@ mod tests {
         2 | lr: fast
           |     ^^^^
         ");
+    }
+
+    #[test]
+    fn lines_end_where_yaml_ends_them() {
+        let line = |text, line| {
+            let spot = Spot { source: 0, line, column: 1, width: 1 };
+            Place::new(&[Source { name: "x.yaml", text }], spot).text
+        };
+        let text = "a\rb\r\nc\n\rd";
+        assert_eq!([1, 2, 3, 4, 5].map(|at| line(text, at)), ["a", "b", "c", "", "d"]);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::{Error, Location, Options, Spanned};
 
 use crate::error::Problem;
-use crate::place::Spot;
+use crate::place::{Spot, lines};
 
 /// A value and where it stands.
 #[derive(Clone, Debug)]
@@ -142,7 +142,7 @@ fn fault(error: &Error, text: &str, source: usize) -> Fault {
 
 fn tab_indent(text: &str) -> Option<(usize, usize)> {
     let tab = |line: &str| line.chars().take_while(|c| c.is_whitespace()).position(|c| c == '\t');
-    text.split('\n').enumerate().find_map(|(i, line)| tab(line).map(|column| (i + 1, column + 1)))
+    lines(text).enumerate().find_map(|(i, line)| tab(line).map(|column| (i + 1, column + 1)))
 }
 
 fn spot(location: Location, source: usize) -> Spot {
