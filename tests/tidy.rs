@@ -16,7 +16,7 @@ use r3_recipe::recipe::Recipe;
 use rules::Violation;
 
 /// The crates, from the ground up, with the crates of ours each may depend on. Tests may use any.
-const ARROWS: [(&str, &[&str]); 13] = [
+const ARROWS: [(&str, &[&str]); 14] = [
     ("crates/core", &[]),
     ("kernels", &[]),
     ("crates/recipe", &["r3-core"]),
@@ -43,6 +43,7 @@ const ARROWS: [(&str, &[&str]); 13] = [
             "r3-kernels",
         ],
     ),
+    ("fuzz", &["r3-core", "r3-kernels", "r3-recipe", "r3-ring", "r3-model", "r3-engine"]),
     ("crates/cli", &["r3-orchestrator", "r3-recipe", "r3-telemetry", "r3-kernels"]),
 ];
 

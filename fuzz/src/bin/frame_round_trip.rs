@@ -1,0 +1,4 @@
+//! Rollouts through a frame.
+#![cfg_attr(fuzzing, no_main)]
+
+r3_fuzz::target!(r3_fuzz::frame::round_trip);

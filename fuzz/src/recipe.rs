@@ -1,0 +1,89 @@
+//! Recipes: what is read prints what reads the same, and what is refused says where.
+
+use std::path::Path;
+
+use r3_recipe::error::RecipeError;
+use r3_recipe::place::Place;
+use r3_recipe::recipe::{Loaded, Recipe, SftRecipe};
+
+use crate::bounded::bounded;
+use crate::said::check_said;
+
+/// Name of the recipe in messages.
+const NAME: &str = "fuzzed.yaml";
+
+/// The recipe that [`overrides`] are put over.
+const BASE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../recipes/tiny.yaml");
+
+/// Reading a few lines of YAML may hold this much, and [`READ_FACTOR`] bytes for each of its bytes.
+const READ_BYTES: usize = 1 << 20;
+const READ_FACTOR: usize = 1 << 10;
+
+/// Any text as a recipe of either kind.
+///
+/// # Panics
+/// If a property does not hold.
+pub fn text(input: &[u8]) -> bool {
+    let Ok(text) = str::from_utf8(input) else { return false };
+    let recipe = bounded(input, READ_BYTES, READ_FACTOR, || Recipe::parse(text, NAME));
+    match &recipe {
+        Ok(recipe) => check_recipe(recipe),
+        Err(error) => check_refusal(error, &[(NAME, text)]),
+    }
+    let sft = bounded(input, READ_BYTES, READ_FACTOR, || SftRecipe::parse(text, NAME));
+    match &sft {
+        Ok(sft) => {
+            let yaml = sft.to_yaml();
+            assert_eq!(SftRecipe::parse(&yaml, NAME).expect(&yaml), *sft, "{yaml}");
+        }
+        Err(error) => check_refusal(error, &[(NAME, text)]),
+    }
+    recipe.is_ok() || sft.is_ok()
+}
+
+/// Lines of text as `--set` arguments over a good recipe.
+///
+/// # Panics
+/// If a property does not hold.
+pub fn overrides(input: &[u8]) -> bool {
+    let Ok(text) = str::from_utf8(input) else { return false };
+    let arguments: Vec<String> = text.split('\n').map(str::to_owned).collect();
+    let loaded = bounded(input, READ_BYTES, READ_FACTOR, || Recipe::load(Path::new(BASE), &arguments));
+    match &loaded {
+        Ok(Loaded { recipe, .. }) => check_recipe(recipe),
+        Err(error) => {
+            let base = std::fs::read_to_string(BASE).expect("the recipe is there");
+            let arguments = arguments.iter().map(|argument| ("--set", argument.as_str()));
+            let sources: Vec<_> = std::iter::once((BASE, base.as_str())).chain(arguments).collect();
+            check_refusal(error, &sources);
+        }
+    }
+    loaded.is_ok()
+}
+
+fn check_recipe(recipe: &Recipe) {
+    assert_eq!(recipe.check(), Ok(()));
+    let yaml = recipe.to_yaml();
+    match Recipe::parse(&yaml, NAME) {
+        Ok(again) => assert_eq!(again, *recipe, "{yaml}"),
+        Err(error) => panic!("{error}\n{yaml}"),
+    }
+}
+
+/// A refusal says something about a place that is in one of the `sources`, by name and text.
+fn check_refusal(error: &RecipeError, sources: &[(&str, &str)]) {
+    check_said(&error.to_string(), &error.hint());
+    let RecipeError::Invalid { place: Some(place), .. } = error else { return };
+    let is_in = |(name, text): &(&str, &str)| *name == place.name && lies_in(place, text);
+    assert!(sources.iter().any(is_in), "{place:?}");
+}
+
+fn lies_in(place: &Place, text: &str) -> bool {
+    let text = text.strip_prefix('\u{feff}').filter(|_| place.name != "--set").unwrap_or(text);
+    // YAML ends a line with a carriage return, too.
+    let text = text.replace("\r\n", "\n").replace('\r', "\n");
+    let line = text.split('\n').nth(place.line - 1);
+    // A missing key may be noticed where a line has ended.
+    let columns = 1..=place.text.chars().count() + 1;
+    line == Some(&place.text) && columns.contains(&place.column) && place.width >= 1
+}
