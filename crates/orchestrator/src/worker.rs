@@ -452,8 +452,14 @@ mod tests {
             let mut rollouts = Rollouts::new(in_flight);
             for _ in 0..6 {
                 rollouts.sample();
+                let state = |worker: &Worker| {
+                    let WorkerParts { engine, pending, .. } = &worker.parts;
+                    (engine.stats(), engine.epoch(), engine.version(), format!("{pending:?}"))
+                };
+                let before = state(&rollouts.worker);
                 let next = PolicyVersion(rollouts.version + 1);
                 assert!(rollouts.worker.refit(&Broken, next).is_err());
+                assert_eq!(state(&rollouts.worker), before, "{in_flight:?}");
                 rollouts.refit();
             }
             assert_eq!(rollouts.taken, after_six_steps(in_flight).taken, "{in_flight:?}");
@@ -481,7 +487,7 @@ mod tests {
     fn what_a_checkpoint_keeps_goes_on_in_another_process_alike() {
         for in_flight in MODES {
             let expected = after_six_steps(in_flight).taken;
-            for n_before in [1, 2, 3, 5] {
+            for n_before in [1, 4] {
                 let mut before = Rollouts::new(in_flight);
                 before.steps(n_before);
                 let mut after = before.resumed();
