@@ -43,9 +43,10 @@ metrics! {
     Gauge POLICY_VERSION = "policy_version" => "r3_policy_version", "steps", POSITIVE,
         "Optimiser steps inside the weights the engine samples with next.";
 
-    // Mismatch of rollout and trainer at equal weights (R3, arXiv 2510.11370), over trained tokens.
+    // Mismatch of rollout and trainer at equal weights (R3, arXiv 2510.11370), over the trained tokens that the trainer's
+    // version sampled.
     Gauge K3_KL = "rollout_train_k3_kl" => "r3_rollout_train_k3_kl", "nats", 0.0..=1e-3,
-        "Mean of ratio - 1 - ln(ratio), the k3 estimate of KL(rollout || trainer), before the first update of the step.";
+        "Mean of ratio - 1 - ln(ratio), the k3 estimate of KL(rollout || trainer), at the weights that sampled the tokens.";
     Gauge ABS_DIFF_MEAN = "rollout_train_logprobs_abs_diff_mean" => "r3_rollout_train_logprobs_abs_diff" [stat = "mean"],
         "nats", 0.0..=0.02, "Mean absolute difference of trainer and rollout logprobs.";
     Gauge ABS_DIFF_STD = "rollout_train_logprobs_abs_diff_std" => "r3_rollout_train_logprobs_abs_diff" [stat = "std"],

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use candle_core::{Device, Tensor};
-use r3_core::ids::TokenId;
+use r3_core::ids::{PolicyVersion, TokenId};
 
 use crate::batch::{Batch, RoutesUse, Sequence};
 use crate::error::TrainError;
@@ -22,6 +22,8 @@ pub struct MicroBatch {
     pub lengths: Vec<usize>,
     /// Logprob of each target when it was sampled, in nats; 0 for prompt tokens.
     pub rollout_logprobs: Vec<f32>,
+    /// The version that sampled each target; 0 for prompt tokens.
+    pub versions: Vec<PolicyVersion>,
     /// Advantage of the sequence.
     pub advantages: Vec<f32>,
     /// 1 where the target is trained on, else 0.
@@ -60,6 +62,7 @@ impl MicroBatch {
         self.targets.clear();
         self.lengths.clear();
         self.rollout_logprobs.clear();
+        self.versions.clear();
         self.advantages.clear();
         self.mask.clear();
         self.inverse_lengths.clear();
@@ -77,6 +80,8 @@ impl MicroBatch {
         self.lengths.push(n_inputs);
         self.rollout_logprobs.resize(end - n_sampled, 0.0);
         self.rollout_logprobs.extend_from_slice(rollout.rollout_logprobs);
+        self.versions.resize(end - n_sampled, PolicyVersion::default());
+        self.versions.extend_from_slice(rollout.versions);
         self.advantages.resize(end, sequence.advantage);
         self.inverse_lengths.resize(end, (1.0 / sequence.n_trained as f64) as f32);
         self.mask.resize(end - n_sampled, 0.0);
@@ -137,7 +142,8 @@ mod tests {
         let dims = RouteDims { n_layers: 2, top_k: 1, n_experts: 4 };
         let mut first = OwnedRollout::new(0, 0, (2, 2), 1.0).with_routes(dims);
         first.mask = Some(vec![1, 0]);
-        let second = OwnedRollout::new(0, 1, (1, 2), 0.0).with_routes(dims);
+        let mut second = OwnedRollout::new(0, 1, (1, 2), 0.0).with_routes(dims);
+        second.version = 5;
         with_groups(&[first, second], |groups| {
             let limits = Limits { mini_steps: 1, micro_batch_tokens: 100, routes: RoutesUse::Replay };
             let batch = Batch::pack(groups, &Algorithm::Dapo(Dapo::default()), limits).unwrap();
@@ -147,6 +153,7 @@ mod tests {
             assert_eq!(micro.targets, [1, 2, 3, 101, 102].map(TokenId));
             assert_eq!(micro.lengths, [3, 2]);
             assert_eq!(micro.rollout_logprobs, [0.0, 0.0, -1.0, -1.0, -2.0]);
+            assert_eq!(micro.versions, [0, 0, 0, 5, 5].map(PolicyVersion));
             assert_eq!(micro.mask, [0.0, 1.0, 0.0, 1.0, 1.0]);
             assert_eq!(micro.inverse_lengths, [1.0, 1.0, 1.0, 0.5, 0.5]);
             assert_eq!(micro.routes, [0, 1, 2, 0, 1, 1, 2, 3, 1, 2]);

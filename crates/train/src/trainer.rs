@@ -40,7 +40,8 @@ pub struct StepStats {
     pub mini_steps: usize,
     /// The groups.
     pub batch: BatchStats,
-    /// Rollout against trainer, over every trained token, before the first update.
+    /// Rollout against trainer at equal weights, before the first update: over the trained tokens that the version at
+    /// hand sampled.
     pub mismatch: MismatchStats,
     /// The updates.
     pub actor: ActorStats,
@@ -145,8 +146,8 @@ impl Trainer {
 
     /// Trains on `batch`: one optimiser step for each of its mini-steps.
     ///
-    /// The mismatch is measured at the weights the step starts with, on every trained token. The first
-    /// mini-step's own forwards serve for its share; the others' would come after an update, so they get a
+    /// The mismatch is measured at the weights the step starts with, on every trained token that they sampled: on those
+    /// of older weights it would be the policy's own movement. The first mini-step's own forwards serve for its share; the others' would come after an update, so they get a
     /// forward of their own first. That costs `(mini_steps - 1) / mini_steps` of a forward and nothing with
     /// one mini-step.
     ///
@@ -163,7 +164,7 @@ impl Trainer {
         self.check_routes(batch)?;
         let _span = tracing::info_span!("step", version = self.version().0).entered();
         let (staleness_mean, staleness_max) = batch.staleness(self.version());
-        let measured = Measured::new(batch, &self.learner.policy);
+        let measured = Measured::new(batch, &self.learner);
         let mut account = Account { measured, actor: ActorSums::default(), progress };
         for mini in batch.mini_steps().iter().skip(1) {
             for sequences in &mini.micro_batches {
@@ -296,22 +297,26 @@ fn name_position(batch: &Batch<'_>, sequences: Range<usize>, mut at: usize) -> S
 
 /// What is measured at the weights a step starts with.
 struct Measured {
+    version: PolicyVersion,
     mismatch: Mismatch,
     loads: Option<Loads>,
     routes: RoutesUse,
 }
 
 impl Measured {
-    fn new(batch: &Batch<'_>, policy: &Policy) -> Self {
+    fn new(batch: &Batch<'_>, learner: &Learner) -> Self {
         let routes = batch.routes();
-        let loads = (routes != RoutesUse::None).then(|| Loads::new(policy.config().route_dims()));
-        Self { mismatch: Mismatch::default(), loads, routes }
+        let loads = (routes != RoutesUse::None).then(|| Loads::new(learner.policy.config().route_dims()));
+        Self { version: learner.version, mismatch: Mismatch::default(), loads, routes }
     }
 
     fn add(&mut self, micro: &MicroBatch, pass: &Pass, native: &RouteRecord) {
-        self.mismatch.add(&pass.policy_logprobs, &micro.rollout_logprobs, &micro.mask);
+        let fresh = micro.mask.iter().zip(&micro.versions);
+        let fresh = fresh.map(|(&mask, &version)| if version == self.version { mask } else { 0.0 });
+        let fresh: Vec<f32> = fresh.collect();
+        self.mismatch.add(&pass.policy_logprobs, &micro.rollout_logprobs, &fresh);
         let Some(loads) = &mut self.loads else { return };
-        self.mismatch.add_routes(native, &micro.routes, &micro.mask);
+        self.mismatch.add_routes(native, &micro.routes, &fresh);
         let n_layers = loads.n_layers();
         for layer in 0..n_layers {
             loads.add(

@@ -92,6 +92,30 @@ fn at_equal_weights_there_is_no_mismatch_in_any_mini_step() {
 }
 
 #[test]
+fn tokens_of_older_weights_are_trained_on_but_not_compared() {
+    let mut rollouts = rollouts();
+    let n_fresh = |rollouts: &[OwnedRollout]| -> usize {
+        let fresh = rollouts.iter().filter(|rollout| rollout.version == 3);
+        fresh.map(|rollout| rollout.rollout_logprobs.len()).sum()
+    };
+    rollouts.iter_mut().for_each(|rollout| rollout.version = 3);
+    for rollout in rollouts.iter_mut().step_by(2) {
+        *rollout = OwnedRollout { version: 1, ..rerouted(rollout.clone()) };
+        rollout.rollout_logprobs.iter_mut().for_each(|old| *old += 0.125);
+    }
+    for mini_steps in [1, 3] {
+        let mut trainer = trainer(&algorithms()[0]);
+        trainer.learner.version = PolicyVersion(3);
+        let stats = step(&mut trainer, &rollouts, Limits { mini_steps, ..WHOLE }).unwrap();
+        let MismatchStats { n_tokens, abs_diff_max, router, .. } = stats.mismatch;
+        assert_eq!((n_tokens, stats.staleness_max), (n_fresh(&rollouts), 2));
+        assert!(n_tokens < stats.batch.n_trained);
+        assert_eq!((abs_diff_max, router.unwrap().token_any_frac), (0.0, 0.0));
+        assert_ne!(stats.actor.ppo_kl, 0.0, "the objective sees all of them");
+    }
+}
+
+#[test]
 fn before_the_first_update_nothing_is_clipped_and_the_policy_has_not_moved() {
     let actor = step(&mut trainer(&algorithms()[0]), &rollouts(), WHOLE).unwrap().actor;
     assert_eq!([actor.ppo_kl, actor.pg_clipfrac], [0.0; 2]);
