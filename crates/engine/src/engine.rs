@@ -129,10 +129,21 @@ impl Engine {
     /// # Errors
     /// If the forward fails, which would be a bug: requests are checked when they are submitted.
     pub fn tick(&mut self) -> Result<TickStats, EngineError> {
+        self.tick_within(self.config.max_batch_tokens)
+    }
+
+    /// [`Self::tick`] for a batch of at most `max_tokens` tokens, whatever the others are.
+    ///
+    /// # Errors
+    /// As a tick does.
+    ///
+    /// # Panics
+    /// If `max_tokens` is 0.
+    pub fn tick_within(&mut self, max_tokens: usize) -> Result<TickStats, EngineError> {
         if !self.scheduler.has_work() {
             return Ok(TickStats::default());
         }
-        self.scheduler.plan();
+        self.scheduler.plan_within(max_tokens);
         let logits = self.forward()?;
         self.record_routes();
         let copies = &self.scheduler.tick_plan().copies_after_forward;

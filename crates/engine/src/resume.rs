@@ -79,6 +79,19 @@ impl Engine {
         Ok(id)
     }
 
+    /// Takes the KV of a running request, which keeps all it emitted and waits, in order of age. `false` if it does not run.
+    pub fn retract(&mut self, id: SequenceId) -> bool {
+        self.scheduler.retract(id)
+    }
+
+    /// Asserts what must hold of sequences, KV blocks, prefix cache and routes between ticks. For tests: it visits all.
+    ///
+    /// # Panics
+    /// If something does not hold.
+    pub fn check(&self) {
+        self.scheduler.check();
+    }
+
     /// Every unfinished request as [`Self::abort`] would return it, oldest first, copied; nothing changes.
     #[must_use]
     pub fn in_flight(&self) -> Vec<Finished> {

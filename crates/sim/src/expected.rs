@@ -123,7 +123,10 @@ impl Expected {
         assert_eq!(bits(&finished.rollout_logprobs), bits(&self.rollout_logprobs), "{who}: logprobs");
         assert_eq!(finished.mask(), self.mask(), "{who}: mask");
         let mut versions = self.versions.clone();
-        versions.push(current);
+        let end = finished.view().routes.map_or(0, |routes| finished.routes_start + routes.rows());
+        if self.turns.is_empty() || end > self.emitted_end() {
+            versions.push(current);
+        }
         versions.sort_unstable();
         versions.dedup();
         let prefills: Vec<_> =

@@ -4,17 +4,14 @@ use r3_scheduler::config::SchedulerConfig;
 
 use crate::program::{Ask, InFlight, Op, Program, Reach};
 
-/// Programs tried at most.
-const MAX_TRIES: usize = 20_000;
-
 /// The smallest program that `fails`, as far as taking away one thing at a time leads: operations, then what they ask for,
-/// then sizes, again and again until nothing more can go. Equal programs shrink equally.
-pub fn shrink(program: &Program, fails: impl Fn(&Program) -> bool) -> Program {
+/// then sizes, again and again until nothing more can go or `max_tries` programs were tried. Equal programs shrink equally.
+pub fn shrink(program: &Program, max_tries: usize, fails: impl Fn(&Program) -> bool) -> Program {
     let mut smallest = program.clone();
     let mut n_tries = 0;
     let mut still_fails = |candidate: &Program| {
         n_tries += 1;
-        n_tries <= MAX_TRIES && fails(candidate)
+        n_tries <= max_tries && fails(candidate)
     };
     loop {
         let smaller = candidates(&smallest).find(&mut still_fails);
@@ -174,17 +171,17 @@ mod tests {
         let is_refit = |op: &Op| matches!(op, Op::Refit(_));
         let fails = |program: &Program| program.ops.iter().any(is_refit) && n_tokens(program) >= 5;
         let program = (0..).map(Program::from_seed).find(fails).unwrap();
-        let shrunk = shrink(&program, fails);
+        let shrunk = shrink(&program, 10_000, fails);
         assert!(fails(&shrunk));
         assert_eq!((shrunk.ops.len(), n_tokens(&shrunk)), (2, 5), "{shrunk}");
         assert!(shrunk.ops.contains(&Op::Refit(InFlight::Continue)));
         assert_eq!((shrunk.config.n_blocks, shrunk.config.max_running), (1, 1));
-        assert_eq!(shrunk, shrink(&program, fails));
+        assert_eq!(shrunk, shrink(&program, 10_000, fails));
     }
 
     #[test]
     fn a_program_that_always_fails_ends_empty() {
-        let shrunk = shrink(&Program::from_seed(3), |_| true);
+        let shrunk = shrink(&Program::from_seed(3), 10_000, |_| true);
         assert_eq!(shrunk.ops, []);
         assert_eq!((shrunk.config.routes, shrunk.config.prefix_cache), (None, false));
     }

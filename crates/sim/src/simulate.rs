@@ -16,6 +16,9 @@ use crate::tally::Tally;
 /// Seeds a thread takes at once.
 const SEEDS_AT_ONCE: u64 = 64;
 
+/// Programs tried at most to make a failing one small: a second or two.
+const MAX_TRIES: usize = 20_000;
+
 /// A seed whose program breaks a promise.
 #[derive(Clone, Debug)]
 pub struct Failure {
@@ -102,7 +105,7 @@ pub fn play_seeds(
 pub fn shrink_seed(seed: u64) -> Option<Shrunk> {
     let program = Program::from_seed(seed);
     play(&program).err()?;
-    let program = shrink(&program, |program| play(program).is_err());
+    let program = shrink(&program, MAX_TRIES, |program| play(program).is_err());
     let message = play(&program).expect_err("a shrunk program fails");
     Some(Shrunk { program, message })
 }
