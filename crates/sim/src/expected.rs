@@ -117,6 +117,11 @@ impl Expected {
         let who = Who(self.group, self.index);
         assert_eq!((finished.group, finished.index), (self.group, self.index), "who ended");
         assert_eq!(finished.prompt_tokens, self.prompt_tokens, "{who}: prompt tokens");
+        assert!(
+            finished.cached_tokens < self.prompt_tokens,
+            "{who}: {} cached tokens",
+            finished.cached_tokens
+        );
         assert_eq!(finished.tokens, self.tokens, "{who}: tokens");
         assert_eq!(finished.versions, self.versions, "{who}: versions");
         assert_eq!(finished.turns, self.turns, "{who}: turns");

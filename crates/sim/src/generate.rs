@@ -62,7 +62,7 @@ fn op(rng: &mut Rng, config: &SchedulerConfig, stems: &[Vec<TokenId>]) -> Op {
             let n_given = rng.between(1, 4);
             Op::NextTurn { which, given: tokens(rng, n_given), reach: reach(rng) }
         }
-        19..24 => Op::Resume { which, reach: rng.one_in(3).then(|| reach(rng)) },
+        19..24 => Op::Resume { which, alone: rng.one_in(4), reach: rng.one_in(3).then(|| reach(rng)) },
         24..45 => Op::Tick { times: rng.between(1, 8), max_tokens: budget(rng) },
         45..47 => {
             let after = [FailsAfter::Plan, FailsAfter::Record, FailsAfter::Sample][rng.below(3)];
@@ -70,7 +70,7 @@ fn op(rng: &mut Rng, config: &SchedulerConfig, stems: &[Vec<TokenId>]) -> Op {
         }
         47..50 => Op::Abort { which },
         50..53 => Op::Retract { which },
-        53 => Op::RetractAll,
+        53 => [Op::RetractAll, Op::Flush][rng.below(2)].clone(),
         54..59 => Op::Refit(in_flight(rng)),
         59..62 => Op::FailedRefit(in_flight(rng)),
         _ => Op::Crash,

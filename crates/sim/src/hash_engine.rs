@@ -66,7 +66,7 @@ pub struct HashEngine {
     rows: Vec<State>,
     samples: Vec<Sample>,
     digest: u64,
-    /// No tick has been since the last refit, so nobody is in the way of the oldest request.
+    /// No tick has been since the last flush, so nobody is in the way of the oldest request.
     is_oldest_next: bool,
 }
 
@@ -120,7 +120,7 @@ impl HashEngine {
         if std::mem::take(&mut self.is_oldest_next) {
             let oldest = known.keys().next().copied();
             let is_planned = plan.chunks.iter().any(|chunk| Some(chunk.sequence) == oldest);
-            assert!(is_planned, "{oldest:?} waits after a refit, although it is the oldest");
+            assert!(is_planned, "{oldest:?} waits after a flush, although it is the oldest");
         }
         rows.clear();
         for &Chunk { sequence, start, n_tokens, first_row, .. } in &plan.chunks {
@@ -273,13 +273,17 @@ impl Subject for HashEngine {
     }
 
     fn refit(&mut self, version: PolicyVersion) {
-        self.scheduler.flush(self.scheduler.epoch() + 1).expect("the epoch moves forward");
+        self.flush();
         self.version = version;
-        self.is_oldest_next = true;
         self.known.values_mut().for_each(|known| known.states.clear());
+    }
+
+    fn flush(&mut self) {
+        self.scheduler.flush(self.scheduler.epoch() + 1).expect("the epoch moves forward");
+        self.is_oldest_next = true;
         let stats = self.scheduler.stats();
         let findable = (stats.n_held_blocks, stats.n_idle_blocks, stats.n_indexed_blocks);
-        assert_eq!(findable, (0, 0, 0), "blocks held, idle and indexed after a refit");
+        assert_eq!(findable, (0, 0, 0), "blocks held, idle and indexed after a flush");
     }
 
     fn failed_refit(&mut self, _version: PolicyVersion) {

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use clap::Parser;
 use r3_sim::program::Program;
-use r3_sim::simulate::{play, play_seeds, shrink_seed};
+use r3_sim::simulate::{Failure, play, play_seeds, shrink_seed};
 
 /// Plays random schedules on r3's scheduler and compares every rollout with an oracle. Exits with 1 at the first that
 /// fails, and prints the smallest schedule that still does.
@@ -47,10 +47,18 @@ fn play_one(seed: u64) -> bool {
     let program = Program::from_seed(seed);
     println!("{program}\n");
     match play(&program) {
-        Ok(tally) => print!("{tally}"),
-        Err(message) => explain(seed, &message),
+        Ok(tally) => {
+            print!("{tally}");
+            true
+        }
+        Err(message) => {
+            println!("{}", Failure { seed, message }.explain());
+            let shrunk = shrink_seed(seed);
+            // Once more with the hook of the standard library, which says where.
+            drop(std::panic::take_hook());
+            shrunk.is_some_and(|shrunk| play(&shrunk.program).is_ok())
+        }
     }
-    play(&program).is_ok()
 }
 
 fn play_many(seeds: Range<u64>, n_threads: Option<usize>) -> bool {
@@ -80,17 +88,8 @@ fn play_many(seeds: Range<u64>, n_threads: Option<usize>) -> bool {
             true
         }
         Err(failure) => {
-            explain(failure.seed, &failure.message);
+            println!("{}", failure.explain());
             false
         }
     }
-}
-
-/// Prints a failing seed, its smallest schedule, and how to see both again.
-fn explain(seed: u64, message: &str) {
-    println!("seed {seed} fails: {message}\n");
-    if let Some(shrunk) = shrink_seed(seed) {
-        println!("the smallest schedule that fails: {}\n\n{}\n", shrunk.message, shrunk.program);
-    }
-    println!("replay: cargo run --release -p r3-sim -- --seed {seed}");
 }

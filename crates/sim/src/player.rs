@@ -95,7 +95,7 @@ impl<S: Subject> Player<S> {
             Op::Submit(ask) => self.submit(ask),
             Op::Resubmit { which, size, reach } => self.resubmit(*which, *size, *reach),
             Op::NextTurn { which, given, reach } => self.next_turn(*which, given, *reach),
-            Op::Resume { which, reach } => self.resume(*which, *reach),
+            Op::Resume { which, alone, reach } => self.resume(*which, *alone, *reach),
             Op::Tick { times, max_tokens } => {
                 let max_tokens = max_tokens.unwrap_or(self.config.max_batch_tokens);
                 (0..*times).for_each(|_| self.tick(max_tokens));
@@ -124,6 +124,10 @@ impl<S: Subject> Player<S> {
             }
             Op::Refit(in_flight) => self.refit(*in_flight),
             Op::FailedRefit(in_flight) => self.failed_refit(*in_flight),
+            Op::Flush => {
+                self.subject.flush();
+                self.tally.flushes += 1;
+            }
             Op::Crash => self.crash(),
         }
         self.settle();
@@ -195,11 +199,13 @@ impl<S: Subject> Player<S> {
         }
     }
 
-    fn resume(&mut self, which: usize, reach: Option<Reach>) {
+    fn resume(&mut self, which: usize, alone: bool, reach: Option<Reach>) {
         let Some(at) = index(which, self.aborted.len()) else { return };
-        let Ended { expected: Expected { group, reach: before, .. }, .. } = &self.aborted[at];
-        let (group, before) = (*group, *before);
-        let is_same = |ended: &mut Ended| ended.expected.group == group && ended.expected.reach == before;
+        let Expected { group, index, reach: before, .. } = self.aborted[at].expected;
+        let is_same = |Ended { expected, .. }: &mut Ended| {
+            let is_of_group = expected.group == group && expected.reach == before;
+            is_of_group && (!alone || expected.index == index)
+        };
         let ended: Vec<_> = self.aborted.extract_if(.., is_same).collect();
         self.take_up(ended, reach.unwrap_or(before));
     }
@@ -384,6 +390,7 @@ impl<S: Subject> Player<S> {
 
     /// Compares a rollout that came out with what it must be, and keeps it for those who take it up again.
     fn keep(&mut self, finished: Finished, expected: Expected) {
+        assert!(self.config.prefix_cache || finished.cached_tokens == 0, "a hit without a cache");
         let n_rows = self.compare(&finished, &expected, self.version);
         self.tally.rows_compared += n_rows as u64;
         self.tally.mixed_versions += u64::from(expected.versions.first() != expected.versions.last());

@@ -85,10 +85,12 @@ pub enum Op {
         /// How far.
         reach: Reach,
     },
-    /// All of one group that were taken back go on, perhaps to another length.
+    /// All of one group that were taken back go on, or one of them; perhaps to another length.
     Resume {
-        /// Of those taken back, whose group.
+        /// Of those taken back: itself, or its group.
         which: usize,
+        /// Itself.
+        alone: bool,
         /// How far; `None`: as before.
         reach: Option<Reach>,
     },
@@ -122,6 +124,8 @@ pub enum Op {
     Refit(InFlight),
     /// New weights that turn out to be bad after the requests were dealt with: the old ones stay.
     FailedRefit(InFlight),
+    /// The cache is emptied, as at a refit, and the weights stay.
+    Flush,
     /// The engine is lost; a new one resumes what a checkpoint has.
     Crash,
 }
@@ -155,9 +159,10 @@ impl fmt::Display for Op {
             Self::NextTurn { which, given, reach } => {
                 write!(f, "next turn of ended rollout {which}: {}, {reach}", Tokens(given))
             }
-            Self::Resume { which, reach: None } => write!(f, "resume the group of aborted rollout {which}"),
-            Self::Resume { which, reach: Some(reach) } => {
-                write!(f, "resume the group of aborted rollout {which}, now {reach}")
+            Self::Resume { which, alone, reach } => {
+                let what = if *alone { "" } else { "the group of " };
+                write!(f, "resume {what}aborted rollout {which}")?;
+                reach.map_or(Ok(()), |reach| write!(f, ", now {reach}"))
             }
             Self::Tick { times, max_tokens } => write!(f, "tick {times} times{}", Budget(*max_tokens)),
             Self::FailingTick { max_tokens, after } => {
@@ -168,6 +173,7 @@ impl fmt::Display for Op {
             Self::RetractAll => f.write_str("retract all"),
             Self::Refit(in_flight) => write!(f, "refit, {in_flight:?} what is in flight"),
             Self::FailedRefit(in_flight) => write!(f, "refit, {in_flight:?} what is in flight; it fails"),
+            Self::Flush => f.write_str("flush"),
             Self::Crash => f.write_str("crash, and resume from a checkpoint"),
         }
     }

@@ -131,9 +131,9 @@ impl Op {
                 let less = reach.simpler().into_iter().map(|reach| turn(*which, given.len(), reach));
                 first.into_iter().chain(shorter).chain(less).collect()
             }
-            &Self::Resume { which, reach } => {
-                let first = (which > 0).then_some(Self::Resume { which: 0, reach });
-                let same = reach.map(|_| Self::Resume { which, reach: None });
+            &Self::Resume { which, alone, reach } => {
+                let first = (which > 0).then_some(Self::Resume { which: 0, alone, reach });
+                let same = reach.map(|_| Self::Resume { which, alone, reach: None });
                 first.into_iter().chain(same).collect()
             }
             &Self::Tick { times, max_tokens } => {
@@ -152,7 +152,7 @@ impl Op {
                 .then_some(Self::Refit(InFlight::Continue))
                 .into_iter()
                 .collect(),
-            Self::FailedRefit(_) | Self::RetractAll | Self::Crash => Vec::new(),
+            Self::FailedRefit(_) | Self::RetractAll | Self::Flush | Self::Crash => Vec::new(),
         }
     }
 }

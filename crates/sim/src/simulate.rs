@@ -28,6 +28,21 @@ pub struct Failure {
     pub message: String,
 }
 
+impl Failure {
+    /// The failure, the smallest schedule that still fails, and the command that shows both again.
+    #[must_use]
+    pub fn explain(&self) -> String {
+        let Self { seed, message } = self;
+        let shrunk = shrink_seed(*seed).map_or_else(
+            || "played again, it does not fail: something outlives a schedule".to_owned(),
+            |Shrunk { program, message }| format!("the smallest schedule that fails: {message}\n\n{program}"),
+        );
+        format!(
+            "seed {seed} fails: {message}\n\n{shrunk}\n\nreplay: cargo run --release -p r3-sim -- --seed {seed}"
+        )
+    }
+}
+
 /// A failing program with all taken away that it does not need.
 #[derive(Clone, Debug)]
 pub struct Shrunk {

@@ -63,6 +63,9 @@ pub trait Subject {
     /// Serves the weights of `version` from now on.
     fn refit(&mut self, version: PolicyVersion);
 
+    /// Forgets keys, values and routes as a refit does, and keeps the weights.
+    fn flush(&mut self);
+
     /// Begins to serve the weights of `version`, and fails.
     fn failed_refit(&mut self, version: PolicyVersion);
 

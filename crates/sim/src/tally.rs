@@ -66,6 +66,8 @@ tally! {
     refits_continue,
     /// Refits that failed.
     failed_refits,
+    /// Flushes that kept the weights.
+    flushes,
     /// Engines lost and rebuilt from a checkpoint.
     crashes,
     /// Rollouts that ended by a stop token or their length.

@@ -314,7 +314,7 @@ fn an_aborted_prefill_has_the_rows_it_computed() {
 #[test]
 fn a_resumed_rollout_has_each_row_once() {
     let mut player = player(CONFIG);
-    let resume = Op::Resume { which: 0, reach: None };
+    let resume = Op::Resume { which: 0, alone: false, reach: None };
     play(&mut player, &[submit(&[1, 2, 3], 6), ticks(3), Op::Refit(InFlight::Abort), resume]);
     player.drain();
     let resumed = ended(&player)[0];
@@ -347,7 +347,7 @@ fn a_failing_tick_gives_everything_back_and_leaves_nothing() {
         let fail = Op::FailingTick { max_tokens: None, after };
         play(&mut player, &[submit(&[1, 2, 3, 4, 5], 4), ticks(2), fail]);
         assert_eq!(player.aborted().map(|aborted| aborted.tokens.len()).collect::<Vec<_>>(), [7]);
-        play(&mut player, &[Op::Resume { which: 0, reach: None }, ticks(2)]);
+        play(&mut player, &[Op::Resume { which: 0, alone: false, reach: None }, ticks(2)]);
         assert_eq!(ended(&player)[0].tokens.len(), 9);
     }
 }

@@ -251,6 +251,10 @@ impl Subject for RealEngine<'_> {
     fn refit(&mut self, version: PolicyVersion) {
         let report = self.engine.refit(self.policies.of(version), version).unwrap();
         assert!(report.changed > 0 && report.version == version);
+    }
+
+    fn flush(&mut self) {
+        self.engine.flush();
         let stats = self.engine.stats();
         assert_eq!((stats.n_held_blocks, stats.n_idle_blocks, stats.n_indexed_blocks), (0, 0, 0));
     }
@@ -350,6 +354,6 @@ fn three_hundred_programs_leave_no_trace_in_what_the_real_engine_gives() {
     }
     println!("{tally}");
     for (name, count) in tally.counts() {
-        assert!(count >= 10, "{name}: {count} in {} programs", tally.schedules);
+        assert!(count >= 5, "{name}: {count} in {} programs", tally.schedules);
     }
 }

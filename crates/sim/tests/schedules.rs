@@ -7,7 +7,7 @@ use r3_sim::generate::NARROW;
 use r3_sim::hash_engine::HashEngine;
 use r3_sim::player::Player;
 use r3_sim::program::{Op, Program};
-use r3_sim::simulate::{play_seeds, shrink_seed};
+use r3_sim::simulate::play_seeds;
 use r3_sim::subject::Subject;
 
 fn played(program: &Program) -> Player<HashEngine> {
@@ -22,13 +22,7 @@ fn played(program: &Program) -> Player<HashEngine> {
 fn twenty_thousand_schedules_break_no_promise() {
     let tally = match play_seeds(0..20_000, 2, |_| ()) {
         Ok(tally) => tally,
-        Err(failure) => {
-            let shrunk = shrink_seed(failure.seed).expect("a seed that fails, fails again");
-            panic!(
-                "seed {}: {}\n{}\nreplay: cargo run --release -p r3-sim -- --seed {}",
-                failure.seed, shrunk.message, shrunk.program, failure.seed
-            );
-        }
+        Err(failure) => panic!("{}", failure.explain()),
     };
     // What that is worth: nothing that can happen is rare.
     for (name, count) in tally.counts() {

@@ -45,7 +45,8 @@ fn every_planted_fault_is_caught_within_2000_schedules() {
             survivors.push(mutant.name);
             continue;
         };
-        println!("{}: seed {seed}\n{what}", mutant.name);
+        println!("{}: {what}", mutant.name);
+        assert!(what.ends_with(&format!("cargo run --release -p r3-sim -- --seed {seed}\n")), "{what}");
         assert!(n_ops <= 6, "{}: {n_ops} operations are not a small schedule\n{what}", mutant.name);
     }
     assert!(survivors.is_empty(), "not caught within {N_SCHEDULES} schedules: {survivors:#?}");
