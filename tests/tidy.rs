@@ -41,6 +41,7 @@ const ARROWS: [(&str, &[&str]); 15] = [
             "r3-model",
             "r3-engine",
             "r3-train",
+            "r3-wire",
             "r3-kernels",
         ],
     ),

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use crate::directory::Directory;
 use crate::results::RUN_KEYS;
+use crate::rollout::ROLLOUT_KEYS;
 
 fn page(name: &str) -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(name)).unwrap()
@@ -48,6 +49,7 @@ fn the_json_page_lists_the_keys_that_are_printed() {
     assert_eq!(table_keys(&page, "`r3 run --json`"), RUN_KEYS);
     assert_eq!(table_keys(&page, "`r3 eval --json`"), ["accuracy", "problems", "seconds"]);
     assert_eq!(table_keys(&page, "`r3 sft --json`"), ["steps", "seconds", "loss", "eval_after"]);
+    assert_eq!(table_keys(&page, "`r3 rollout --json`"), ROLLOUT_KEYS);
     assert!(page.contains("`on`") && page.contains("`off`"));
     let score = table_keys(&page, "`r3 score`");
     for key in ["tokens", "logprobs", "routed_experts", "layer_ids", "live_differs"] {

@@ -29,6 +29,7 @@ fn the_program() {
       compare    Run a recipe twice, with replay on and off, and compare
       eval       Measure how many held-out problems a model solves
       sft        Train a model on the task's own answers: a warm start for `r3 run`
+      rollout    Sample completions or conversations, with their expert routes, into a file
       score      Print the logprobs and expert routes of given tokens: the same-weight check
       new-model  Write a model with random weights
       export     Write a checkpoint as a model that `transformers`, vLLM and SGLang load
@@ -214,6 +215,112 @@ fn sft() {
 }
 
 #[test]
+fn rollout() {
+    assert_snapshot!(help(&["rollout", "--help"]), @r#"
+    Sample completions or conversations, with their expert routes, into a file
+
+    Each line of --prompts is {"prompt": "1+1="} or {"prompt": [{"role": "user", "content": "1+1?"}]};
+    "turns": ["and 2+2?"] says what follows each sampled turn. The sampled tokens stay as they are:
+    where the chat template renders them otherwise in a later prompt, the conversation forks into
+    another sample, and `trajectory_forks` counts it.
+
+    Each line written is one sample: tokens, logprobs, versions, turns, text and routes; docs/json.md
+    explains every key. `r3 score` replays them, `r3 routes` converts them. The file appears when it is
+    whole.
+
+    Usage: r3 rollout [OPTIONS] --out <FILE> <MODEL>
+
+    Arguments:
+      <MODEL>
+              A Hugging Face directory, a checkpoint, or a run, whose newest checkpoint is taken
+
+    Options:
+          --prompts <FILE>
+              JSON lines to sample from
+
+          --recipe <RECIPE>
+              Sample the training problems of this recipe's task instead, and score them
+
+          --out <FILE>
+              File to write; - is stdout
+
+          --overwrite
+              Replace the file if it is there
+
+          --limit <N>
+              Take the first N prompts only
+
+          --group-size <N>
+              Completions of each prompt
+
+              [default: 1]
+
+          --max-new-tokens <N>
+              Tokens of a turn at most
+
+              [default: 256]
+
+          --temperature <T>
+              Divides the logits; 0 takes the most likely token
+
+              [default: 1]
+
+          --seed <N>
+              Seed of all draws
+
+              [default: 0]
+
+          --dtype <DTYPE>
+              Format of weights, keys and values
+
+              Possible values:
+              - f32:  32-bit floating point
+              - bf16: Brain float, 8 significant bits
+
+              [default: bf16]
+
+          --kv-memory <BYTES>
+              Memory for keys, values and routes of all resident tokens
+
+              [default: 64MiB]
+
+          --max-running <N>
+              Sequences decoded at once
+
+              [default: 128]
+
+          --return-routed-experts <BOOL>
+              Whether to write the routes; without, no memory is held for them
+
+              [default: true]
+              [possible values: true, false]
+
+          --routed-experts-start-len <N>
+              Position of the first row of routes to write; at most the length of the shortest prompt
+
+              [default: 0]
+
+          --json
+              Print one line of JSON at the end, the summary; docs/json.md explains it
+
+      -v, --verbose...
+              Log more to stderr; -vv and -vvv still more
+
+      -q, --quiet
+              Log errors only, no warnings
+
+          --threads <N>
+              CPU threads to compute on; the cores this process may use by default
+
+      -h, --help
+              Print help (see a summary with '-h')
+
+      -V, --version
+              Print version
+    "#);
+}
+
+#[test]
 fn score() {
     assert_snapshot!(help(&["score", "--help"]), @r#"
     Print the logprobs and expert routes of given tokens: the same-weight check
@@ -223,6 +330,9 @@ fn score() {
     of routes, one list of experts, in router order, for each MoE layer. Given "routed_experts" as well,
     it replays them, and adds "live_differs": where the router would have chosen otherwise. docs/json.md
     explains every key.
+
+    Lines may also be those that `r3 rollout` wrote: in f32 their own logprobs come out again, to the
+    bit.
 
     Usage: r3 score [OPTIONS] --input <FILE> <MODEL>
 

@@ -7,6 +7,7 @@ mod docs;
 mod help;
 mod interrupt;
 mod results;
+mod rollout;
 mod wrong_machine;
 mod wrong_model;
 mod wrong_text;

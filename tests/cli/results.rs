@@ -55,11 +55,17 @@ fn a_run_ends_stdout_with_its_numbers() {
 #[test]
 fn a_run_says_where_it_writes_and_can_be_watched() {
     let directory = Directory::with_model();
-    let first_line = |listen: &str, out: &str| {
+    let first_lines = |listen: &str, out: &str| {
         let ended = directory.r3(&["run", "recipe.yaml", "--set", listen, "--set", out]);
-        ended.stderr.lines().next().unwrap_or_default().to_owned()
+        let mut lines = ended.stderr.lines().map(str::to_owned);
+        (lines.next().unwrap_or_default(), lines.next().unwrap_or_default())
     };
-    assert_eq!(first_line("metrics.listen=null", "run.out=quiet"), "writing to quiet");
+    let first_line = |listen: &str, out: &str| first_lines(listen, out).0;
+    let (first, second) = first_lines("metrics.listen=null", "run.out=quiet");
+    assert_eq!(first, "writing to quiet");
+    let memory = "KV memory 64KiB: 928 tokens of 69.5 bytes, of which routes 5.5 (7.9%); beside it, traces of 8 running \
+                  sequences: up to 192B";
+    assert_eq!(second, memory);
     let line = first_line("metrics.listen=127.0.0.1:0", "run.out=served");
     let address = line.strip_prefix("writing to served; metrics at http://127.0.0.1:").expect(&line);
     let port: u16 = address.strip_suffix("/metrics").and_then(|port| port.parse().ok()).expect(&line);

@@ -300,7 +300,7 @@ fn a_line_that_is_no_sequence_is_named_after_those_before_it_were_scored() {
     "#);
     assert_snapshot!(scored(&directory, "{\"text\": \"8+1=\"}\n", &[]), @r#"
     0 scored, exit 2
-    error: lines.jsonl:1:7: not a sequence to score: unknown field `text`, expected `tokens` or `routed_experts`
+    error: lines.jsonl:1:7: not a sequence to score: unknown field `text`, expected one of `tokens`, `routed_experts`, `layer_ids`
 
     hint: write one object a line, such as {"tokens": [5, 17, 9]}, with "routed_experts" to replay routes
     "#);

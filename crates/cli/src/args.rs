@@ -13,13 +13,13 @@ use crate::error::CliError;
 #[derive(Debug, Args)]
 pub(crate) struct Global {
     /// Log more to stderr; -vv and -vvv still more
-    #[arg(short, long, global = true, action = ArgAction::Count, conflicts_with = "quiet")]
+    #[arg(short, long, global = true, action = ArgAction::Count, conflicts_with = "quiet", display_order = 100)]
     pub(crate) verbose: u8,
     /// Log errors only, no warnings
-    #[arg(short, long, global = true)]
+    #[arg(short, long, global = true, display_order = 101)]
     pub(crate) quiet: bool,
     /// CPU threads to compute on; the cores this process may use by default
-    #[arg(long, global = true, value_name = "N", value_parser = value_parser!(u16).range(1..=1024))]
+    #[arg(long, global = true, value_name = "N", value_parser = value_parser!(u16).range(1..=1024), display_order = 102)]
     pub(crate) threads: Option<u16>,
 }
 

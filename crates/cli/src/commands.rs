@@ -5,6 +5,7 @@ pub(crate) mod compare;
 pub(crate) mod eval;
 pub(crate) mod export;
 pub(crate) mod new_model;
+pub(crate) mod rollout;
 pub(crate) mod run;
 pub(crate) mod schema;
 pub(crate) mod score;

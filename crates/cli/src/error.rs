@@ -1,10 +1,12 @@
 //! Why a command ends early.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use r3_orchestrator::error::{ExitClass, RunError};
+use r3_orchestrator::out_file::STDOUT;
+use r3_orchestrator::score_input::InputError;
 use r3_recipe::error::RecipeError;
 
 /// What stopped a command.
@@ -12,6 +14,8 @@ use r3_recipe::error::RecipeError;
 pub(crate) enum CliError {
     #[error(transparent)]
     Run(Box<RunError>),
+    #[error(transparent)]
+    Rollout(Box<RunError>),
     #[error("{} holds {what} already", path.display())]
     OutTaken { path: PathBuf, what: &'static str },
     #[error("interrupted; the other half of the comparison is missing")]
@@ -20,12 +24,14 @@ pub(crate) enum CliError {
     NoProblems,
     #[error("cannot read {}", path.display())]
     Input { path: PathBuf, source: io::Error },
-    #[error("{input}:{line}:{column}: not a sequence to score: {reason}")]
-    BadLine { input: String, line: usize, column: usize, reason: String },
+    #[error("{input}:{line}{}: {source}", column_of(source))]
+    BadLine { input: String, line: usize, source: Box<InputError> },
     #[error("{input}:{line}: {tokens} tokens, but at most {max_tokens} are scored")]
     LongLine { input: String, line: usize, tokens: usize, max_tokens: usize },
     #[error("cannot score {input}:{line}")]
     Unscored { input: String, line: usize, source: Box<RunError> },
+    #[error("the rollouts and the summary cannot both go to stdout")]
+    TwoOnStdout,
     #[error("the trainer side computes in f32 only")]
     TrainerDtype,
     #[error("cannot start {n_threads} threads")]
@@ -53,18 +59,21 @@ impl CliError {
     pub(crate) fn hint(&self) -> String {
         match self {
             Self::Run(error) => error.hint(),
+            // What are keys of a recipe elsewhere are arguments of `r3 rollout`.
+            Self::Rollout(error) => error
+                .hint()
+                .replace("`engine.kv_memory`", "--kv-memory")
+                .replace("`rollout.max_new_tokens`", "--max-new-tokens"),
             Self::OutTaken { .. } => {
                 "replace it with --overwrite, or choose another directory with --set run.out=DIR".into()
             }
             Self::ComparisonInterrupted => "start it again with --overwrite".into(),
             Self::NoProblems => "say how many with --problems, or set `eval.problems`".into(),
             Self::Input { .. } => "name a readable file of JSON lines, or - for stdin".into(),
-            Self::BadLine { .. } => {
-                r#"write one object a line, such as {"tokens": [5, 17, 9]}, with "routed_experts" to replay routes"#
-                    .into()
-            }
+            Self::BadLine { source, .. } => source.hint(),
             Self::LongLine { tokens, .. } => format!("make room with --max-tokens {tokens}"),
             Self::Unscored { source, .. } => source.hint(),
+            Self::TwoOnStdout => "leave out --json, or name a file with --out".into(),
             Self::TrainerDtype => "leave out --dtype, or score with --side engine".into(),
             Self::Threads { .. } => "ask for fewer with --threads, or raise `ulimit -u`".into(),
             Self::Signals { .. } => "raise `ulimit -n` and `ulimit -u`".into(),
@@ -75,13 +84,16 @@ impl CliError {
     /// How the process ends.
     pub(crate) fn exit_code(&self) -> ExitCode {
         let class = match self {
-            Self::Run(error) | Self::Unscored { source: error, .. } => error.exit_class(),
+            Self::Run(error) | Self::Rollout(error) | Self::Unscored { source: error, .. } => {
+                error.exit_class()
+            }
             Self::ComparisonInterrupted => ExitClass::Interrupted,
             Self::OutTaken { .. }
             | Self::NoProblems
             | Self::Input { .. }
             | Self::BadLine { .. }
             | Self::LongLine { .. }
+            | Self::TwoOnStdout
             | Self::TrainerDtype => ExitClass::Usage,
             Self::Threads { .. } | Self::Signals { .. } | Self::Stdout { .. } => ExitClass::Machine,
         };
@@ -90,6 +102,22 @@ impl CliError {
 
     /// Whether whoever read stdout has gone, as `| head` does: no reason to complain.
     pub(crate) fn is_closed_pipe(&self) -> bool {
-        matches!(self, Self::Stdout { source } if source.kind() == io::ErrorKind::BrokenPipe)
+        let source = match self {
+            Self::Stdout { source } => source,
+            Self::Rollout(error) => match &**error {
+                RunError::Io { path, source } if path == Path::new(STDOUT) => source,
+                _ => return false,
+            },
+            _ => return false,
+        };
+        source.kind() == io::ErrorKind::BrokenPipe
+    }
+}
+
+/// `:7` of a line whose fault has a column.
+fn column_of(error: &InputError) -> String {
+    match error {
+        InputError::Json { column, .. } => format!(":{column}"),
+        _ => String::new(),
     }
 }

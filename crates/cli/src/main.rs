@@ -15,7 +15,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use crate::args::Global;
-use crate::commands::{check, compare, eval, export, new_model, run, schema, score, sft};
+use crate::commands::{check, compare, eval, export, new_model, rollout, run, schema, score, sft};
 use crate::error::CliError;
 
 /// Reinforcement learning of mixture-of-experts language models, with the rollout's expert routes replayed in training.
@@ -44,6 +44,7 @@ enum Command {
     Compare(compare::Args),
     Eval(eval::Args),
     Sft(sft::Args),
+    Rollout(rollout::Args),
     Score(score::Args),
     NewModel(new_model::Args),
     Export(export::Args),
@@ -74,6 +75,7 @@ fn execute(cli: &Cli) -> Result<(), CliError> {
         Command::Compare(args) => args.execute(),
         Command::Eval(args) => args.execute(),
         Command::Sft(args) => args.execute(),
+        Command::Rollout(args) => args.execute(),
         Command::Score(args) => args.execute(),
         Command::NewModel(args) => args.execute(),
         Command::Export(args) => args.execute(),

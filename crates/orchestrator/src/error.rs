@@ -41,6 +41,10 @@ pub enum RunError {
     OutTaken { path: PathBuf },
     #[error("another process runs in {}", path.display())]
     OutBusy { path: PathBuf },
+    #[error("{} is there already", path.display())]
+    OutFileTaken { path: PathBuf },
+    #[error("another process writes {}", path.display())]
+    OutFileBusy { path: PathBuf },
     #[error("{} holds a model already", path.display())]
     WeightsThere { path: PathBuf },
     #[error("{} starts from {}, which --overwrite would remove", path.display(), model.display())]
@@ -69,6 +73,8 @@ pub enum RunError {
         "rollouts of group {group} carry routes of layers {found:?}, but the model's MoE layers are {expected:?}"
     )]
     ForeignLayers { group: u64, found: Vec<u32>, expected: Vec<u32> },
+    #[error("routes to replay are of layers {found:?}, but the model's MoE layers are {expected:?}")]
+    ReplayLayers { found: Vec<u32>, expected: Vec<u32> },
     #[error("rollout of group {group} is {staleness} steps old, but the recipe allows {max_staleness}")]
     Stale { group: u64, staleness: u64, max_staleness: u64 },
     #[error("interrupted; step {step} is finished and saved")]
@@ -114,6 +120,10 @@ impl RunError {
                  directory with --set run.out=DIR"
                     .into()
             }
+            Self::OutFileTaken { .. } => {
+                "replace it with --overwrite, or write to another file with --out".into()
+            }
+            Self::OutFileBusy { .. } => "wait for it, stop it, or write to another file with --out".into(),
             Self::WeightsThere { .. } => "choose another directory, or remove that one first".into(),
             Self::OutBusy { .. } => {
                 "wait for it, stop it, or choose another directory with --set run.out=DIR".into()
@@ -138,6 +148,7 @@ impl RunError {
             Self::WorkerGone | Self::Stale { .. } | Self::ForeignLayers { .. } => {
                 "this is a bug in r3; please report it".into()
             }
+            Self::ReplayLayers { .. } => "check which model the routes are of".into(),
             Self::NoSignal { .. } => {
                 "the task is too hard or too easy for this policy: change the task, raise \
                  `rollout.group_size`, or warm-start the policy with `r3 sft`"
@@ -157,10 +168,13 @@ impl RunError {
             | Self::RingTooSmall { .. }
             | Self::OutTaken { .. }
             | Self::OutBusy { .. }
+            | Self::OutFileTaken { .. }
+            | Self::OutFileBusy { .. }
             | Self::WeightsThere { .. }
             | Self::ModelOverwritten { .. }
             | Self::NothingToResume { .. }
             | Self::RecipeChanged { .. }
+            | Self::ReplayLayers { .. }
             | Self::RunState { .. }
             | Self::PendingFrame { .. }
             | Self::PendingGroup { .. }
@@ -252,6 +266,8 @@ mod tests {
             (ExitClass::Machine, RunError::KvTooLarge { kv_bytes: 2, available_bytes: 1 }),
             (ExitClass::Usage, RunError::OutTaken { path: path() }),
             (ExitClass::Usage, RunError::OutBusy { path: path() }),
+            (ExitClass::Usage, RunError::OutFileTaken { path: path() }),
+            (ExitClass::Usage, RunError::OutFileBusy { path: path() }),
             (ExitClass::Usage, RunError::WeightsThere { path: path() }),
             (ExitClass::Usage, RunError::ModelOverwritten { model: path(), path: path() }),
             (ExitClass::Usage, RunError::NothingToResume { path: path() }),
@@ -268,6 +284,7 @@ mod tests {
             ),
             (ExitClass::Usage, RunError::PendingPrompt { path: path(), group: 1 }),
             (ExitClass::Machine, RunError::Stalled { waited }),
+            (ExitClass::Usage, RunError::ReplayLayers { found: vec![0], expected: vec![1] }),
             (ExitClass::Bug, RunError::WorkerGone),
             (ExitClass::Diverged, RunError::NoSignal { n_groups: 1, batches: 1 }),
             (ExitClass::Bug, RunError::ForeignLayers { group: 1, found: vec![0], expected: vec![1] }),

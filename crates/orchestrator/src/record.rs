@@ -1,5 +1,6 @@
 //! Turns what a step returned into the metrics that are shown and kept.
 
+use r3_engine::memory::MemoryBudget;
 use r3_telemetry::metrics;
 use r3_telemetry::prometheus::Exporter;
 use r3_telemetry::step_record::StepRecord;
@@ -156,6 +157,13 @@ impl StepReport<'_> {
         record.set(metrics::GROUPS_IN_FLIGHT, self.in_flight.0 as f64);
         record.set(metrics::RING_USED_BYTES, self.ring_used_bytes as f64);
     }
+}
+
+/// Adds what the engine's memory holds, which is the same at every step.
+pub fn set_memory(record: &mut StepRecord, memory: &MemoryBudget) {
+    record.set(metrics::KV_CACHE_CAPACITY, memory.capacity_tokens() as f64);
+    record.set(metrics::ROUTE_BYTES_PER_TOKEN, memory.route_bytes_per_token());
+    record.set(metrics::ROUTE_SHARE, memory.route_share());
 }
 
 /// Adds an evaluation to a step's record.

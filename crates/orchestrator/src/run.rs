@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
+use r3_engine::memory::MemoryBudget;
 use r3_kernels::gemm::Dtype;
 use r3_model::export::{Companions, write_weights};
 use r3_recipe::recipe::Recipe;
@@ -26,13 +27,14 @@ use r3_train::trainer::{StepStats, Trainer};
 use crate::error::{RunError, io_at};
 use crate::group_buffer::{GroupBuffer, check_layers, groups};
 use crate::handle::{Refitted, WorkerHandle};
+use crate::memory::memory_line;
 use crate::pending_file;
 use crate::prompts::Prompts;
-use crate::record::{StepReport, Timings, set_evaluation};
+use crate::record::{StepReport, Timings, set_evaluation, set_memory};
 use crate::run_dir::{METRICS, RECIPE, RunDir};
 use crate::run_state::RunState;
 use crate::sample_stats::SampleStats;
-use crate::setup::{self, TaskParts};
+use crate::setup::{self, Sizes, TaskParts};
 use crate::shutdown::Shutdown;
 use crate::worker::WorkerParts;
 
@@ -130,6 +132,8 @@ struct Run<'a> {
     save_s: f64,
     /// Groups begun and not trained on.
     n_pending: usize,
+    /// What the engine's memory holds.
+    memory: MemoryBudget,
     prompts: Prompts,
     worker: WorkerHandle,
     buffer: GroupBuffer,
@@ -157,7 +161,7 @@ impl<'a> Run<'a> {
         companions.add(model_dir)?;
         companions.add(tokenizer_path)?;
         let task = TaskParts::load(&recipe.task, tokenizer_path, config.vocab_size, options.reward.clone())?;
-        setup::check_sizes(recipe, &config, &task)?;
+        let sizes = setup::check_sizes(recipe, &config, &task)?;
         let (writer, reader) = Ring::create(recipe.ring.bytes.to_usize())?;
 
         let state = resumed.as_deref().map(|dir| Ok::<_, RunError>((verify(dir)?, RunState::read(dir)?)));
@@ -196,7 +200,7 @@ impl<'a> Run<'a> {
             true => r3_telemetry::jsonl::read(&metrics)?,
             false => Vec::new(),
         };
-        telemetry.progress().line(&watch_line(out, telemetry.addr()));
+        announce(&telemetry, out, &sizes);
         Ok(Self {
             recipe,
             began,
@@ -204,6 +208,7 @@ impl<'a> Run<'a> {
             saved_step: resumed.is_some().then_some(step),
             save_s: 0.0,
             n_pending,
+            memory: sizes.memory,
             prompts,
             worker,
             buffer: GroupBuffer::new(reader),
@@ -306,6 +311,7 @@ impl<'a> Run<'a> {
         };
         report.count(self.telemetry.exporter());
         let mut record = report.record();
+        set_memory(&mut record, &self.memory);
         let every = self.recipe.eval.every;
         if self.step == self.recipe.run.steps || (every > 0 && self.step.is_multiple_of(every)) {
             self.evaluate(&mut record)?;
@@ -326,6 +332,7 @@ impl<'a> Run<'a> {
             return Ok(());
         }
         let mut record = StepRecord::new(0, self.trainer.version());
+        set_memory(&mut record, &self.memory);
         self.evaluate(&mut record)?;
         self.telemetry.record(&record)?;
         self.records.push(record);
@@ -377,6 +384,12 @@ impl<'a> Run<'a> {
         let summary = RunSummary::new(&self.records, self.began.elapsed().as_secs_f64());
         Ok(RunOutcome { records: self.records, summary })
     }
+}
+
+/// Says where the run writes, where it can be watched, and what its engine's memory holds.
+fn announce(telemetry: &Telemetry, out: &Path, sizes: &Sizes) {
+    telemetry.progress().line(&watch_line(out, telemetry.addr()));
+    telemetry.progress().line(&memory_line(&sizes.memory, sizes.max_tokens));
 }
 
 /// Where a run writes, and where it can be watched.

@@ -25,6 +25,9 @@ pub struct ScoreInput {
     /// `[T - 1][L][K]`: experts to take instead of the router's.
     #[serde(default)]
     pub routed_experts: Option<Vec<Vec<Vec<u16>>>>,
+    /// `[L]`: which of the model's layers the experts are of; the model's MoE layers, if it is said.
+    #[serde(default)]
+    pub layer_ids: Option<Vec<u32>>,
 }
 
 /// One line of output.
@@ -107,6 +110,9 @@ impl Scorer {
         };
         check_tokens(&tokens, model)?;
         let (dims, layer_ids) = (model.route_dims(), model.moe_layers());
+        if let Some(found) = input.layer_ids.as_ref().filter(|&found| *found != layer_ids) {
+            return Err(RunError::ReplayLayers { found: found.clone(), expected: layer_ids });
+        }
         let replayed = input.routed_experts.as_ref().map(|rows| pack(rows, dims)).transpose()?;
         let view = replayed.as_ref().map(RouteRows::view);
         if let Some(view) = view {
@@ -194,7 +200,8 @@ fn pack(rows: &[Vec<Vec<u16>>], dims: RouteDims) -> Result<RouteRows, EngineErro
     Ok(packed)
 }
 
-fn unpack(view: RouteView<'_>) -> Vec<Vec<Vec<u16>>> {
+/// Rows as nested JSON, `[rows][L][K]`.
+pub(crate) fn unpack(view: RouteView<'_>) -> Vec<Vec<Vec<u16>>> {
     let RouteDims { n_layers, top_k, .. } = view.dims();
     let layer = |row, layer| (0..top_k).map(|k| view.expert(row, layer, k)).collect();
     (0..view.rows()).map(|row| (0..n_layers).map(|at| layer(row, at)).collect()).collect()

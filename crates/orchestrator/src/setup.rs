@@ -9,6 +9,7 @@ use r3_core::ids::{PolicyVersion, TokenId};
 use r3_core::routes::RouteDims;
 use r3_engine::config::EngineConfig;
 use r3_engine::engine::Engine;
+use r3_engine::memory::MemoryBudget;
 use r3_engine::sampler::Sampling;
 use r3_model::autograd::Policy;
 use r3_model::checkpoint::Checkpoint;
@@ -160,12 +161,21 @@ fn engine_config(recipe: &Recipe) -> EngineConfig {
     EngineConfig::from_recipe(&recipe.engine, recipe.rollout.dtype, capture_routes)
 }
 
+/// What a run's engine may have to hold.
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    /// Its memory.
+    pub memory: MemoryBudget,
+    /// Tokens of the longest sequence there may be.
+    pub max_tokens: usize,
+}
+
 /// Refuses sizes that cannot hold what the recipe asks for: the longest prompt with its completion in the KV cache,
 /// and all rollouts of a step in the ring.
 ///
 /// # Errors
 /// The first that is too small, with both numbers.
-pub fn check_sizes(recipe: &Recipe, model: &ModelConfig, task: &TaskParts) -> Result<(), RunError> {
+pub fn check_sizes(recipe: &Recipe, model: &ModelConfig, task: &TaskParts) -> Result<Sizes, RunError> {
     let problems = task.dataset.train.iter().chain(&task.dataset.held_out);
     let prompt_tokens = longest_prompt(problems, &task.tokenizer)?;
     let max_new_tokens = recipe.rollout.max_new_tokens.max(recipe.eval.max_new_tokens.unwrap_or(0));
@@ -179,7 +189,7 @@ pub fn check_sizes(recipe: &Recipe, model: &ModelConfig, task: &TaskParts) -> Re
     if recipe.ring.bytes.0 < needed_bytes {
         return Err(RunError::RingTooSmall { ring_bytes: recipe.ring.bytes.0, needed_bytes });
     }
-    Ok(())
+    Ok(Sizes { memory: config.budget(model)?, max_tokens: prompt_tokens + max_new_tokens })
 }
 
 /// Refuses a KV cache that cannot hold one prompt with its completion, and one that the machine cannot hold.

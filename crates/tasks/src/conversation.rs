@@ -336,33 +336,66 @@ mod tests {
         assert_eq!(error.to_string(), "the next turn is empty");
     }
 
-    /// SentencePiece puts a space before what begins a text, and takes it off when it decodes.
-    #[test]
-    fn a_space_that_only_begins_a_text_is_not_put_into_its_middle() {
-        let pieces = ["<unk>", "</s>", "\u{2581}", "\u{2581}u", "\u{2581}x", "u", "x", ":", "y"];
-        let vocab: Vec<_> = pieces.iter().map(|piece| json!([piece, -1.0])).collect();
-        let space = json!({ "type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": "first", "split": true });
+    /// A tokenizer over `vocab`, of which token 1 ends a turn, with a chat template that writes `u:` and `y:`.
+    fn small(model: &serde_json::Value, spaces: &serde_json::Value, template: &str) -> Tokenizer {
         let json = json!({ "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
-            "pre_tokenizer": space, "post_processor": null, "decoder": space,
+            "pre_tokenizer": spaces, "post_processor": null,
+            "decoder": (spaces["type"] == "Metaspace").then_some(spaces),
             "added_tokens": [{ "id": 1, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false,
                                "normalized": false, "special": true }],
-            "model": { "type": "Unigram", "unk_id": 0, "vocab": vocab } });
-        let template = "{% for m in messages %}{{ 'u:' if m.role == 'user' else 'y:' }}{{ m.content }}\
-                        {{ '</s>' if m.role == 'assistant' }}{% endfor %}y:";
+            "model": model });
         let files = [
             ("tokenizer.json", &*json.to_string()),
             ("generation_config.json", r#"{"eos_token_id": 1}"#),
             ("chat_template.jinja", template),
         ];
-        let tokenizer = Tokenizer::load(directory(&files).path(), 9).unwrap();
-        let mut conversation =
-            Conversation::begin(Opening::Messages(vec![user("x")]), &Map::new(), &tokenizer).unwrap();
-        let mut tokens = tokenizer.encode(conversation.prompt()).unwrap();
-        assert_eq!(tokens, [3, 7, 6, 8, 7].map(TokenId), "`u:xy:`, with a space before it");
-        tokens.extend([6, 1].map(TokenId));
-        let turn = SampledTurn { tokens: &tokens, start: 5, finish: FinishReason::Stop };
-        let next = conversation.reply(turn, &user("x"), &tokenizer).unwrap();
-        assert_eq!(next, NextTurn::Continue { given: [5, 7, 6, 8, 7].map(TokenId).to_vec() });
+        Tokenizer::load(directory(&files).path(), 9).unwrap()
+    }
+
+    /// What follows `said`, sampled after the user's `x`, when the user says `x` again; and the prompt before it.
+    fn after_x(tokenizer: &Tokenizer, said: &[u32]) -> (Vec<TokenId>, NextTurn) {
+        let opening = Opening::Messages(vec![user("x")]);
+        let mut conversation = Conversation::begin(opening, &Map::new(), tokenizer).unwrap();
+        let prompt = tokenizer.encode(conversation.prompt()).unwrap();
+        let tokens = [prompt.clone(), said.iter().copied().map(TokenId).collect()].concat();
+        let turn = SampledTurn { tokens: &tokens, start: prompt.len(), finish: FinishReason::Stop };
+        (prompt, conversation.reply(turn, &user("x"), tokenizer).unwrap())
+    }
+
+    fn continued(given: &[u32]) -> NextTurn {
+        NextTurn::Continue { given: given.iter().copied().map(TokenId).collect() }
+    }
+
+    /// SentencePiece puts a space before what begins a text, and takes it off when it decodes.
+    #[test]
+    fn a_space_that_only_begins_a_text_is_not_put_into_its_middle_nor_taken_out_of_it() {
+        let pieces = ["<unk>", "</s>", "\u{2581}", "\u{2581}u", "\u{2581}x", "u", "x", ":", "y"];
+        let vocab: Vec<_> = pieces.iter().map(|piece| json!([piece, -1.0])).collect();
+        let model = json!({ "type": "Unigram", "unk_id": 0, "vocab": vocab });
+        let spaces = json!({ "type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": "first", "split": true });
+        let template = "{% for m in messages %}{{ 'u:' if m.role == 'user' else 'y:' }}{{ m.content }}\
+                        {{ '</s>' if m.role == 'assistant' }}{% endfor %}y:";
+        let tokenizer = small(&model, &spaces, template);
+        let (prompt, next) = after_x(&tokenizer, &[6, 1]);
+        assert_eq!(prompt, [3, 7, 6, 8, 7].map(TokenId), "` u:xy:`");
+        assert_eq!(next, continued(&[5, 7, 6, 8, 7]), "`u:xy:`");
+        let (_, next) = after_x(&tokenizer, &[4, 1]);
+        assert!(
+            matches!(next, NextTurn::Fork { shared_tokens: 5, .. }),
+            "` x` was said and `x` is shown: {next:?}"
+        );
+    }
+
+    /// Where spaces are not in the tokens at all, text says less than tokens do.
+    #[test]
+    fn texts_that_differ_in_what_no_token_holds_go_on() {
+        let model = json!({ "type": "WordLevel", "unk_token": "<unk>",
+                            "vocab": { "<unk>": 0, "</s>": 1, "u:": 2, "y:": 3, "x": 4 } });
+        let template = "{% for m in messages %}{{ 'u:' if m.role == 'user' else 'y:' }}\n{{ m.content }}\n\
+                        {{ '</s>' if m.role == 'assistant' }}{% endfor %}y:";
+        let tokenizer = small(&model, &json!({ "type": "WhitespaceSplit" }), template);
+        let (prompt, next) = after_x(&tokenizer, &[4, 4, 1]);
+        assert_eq!((prompt, next), ([2, 4, 3].map(TokenId).to_vec(), continued(&[2, 4, 3])));
     }
 
     #[test]

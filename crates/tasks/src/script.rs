@@ -34,8 +34,8 @@ impl Script {
 /// Reads the conversations of `path`, one JSON object a line; blank lines are skipped.
 ///
 /// # Errors
-/// The first line that is none, and why; or if there is no line at all. What the template makes of messages is not
-/// looked at.
+/// The first line that is none, and why: also if the chat template refuses its messages and turns, whatever is sampled
+/// between them. Or if there is no line at all.
 pub fn read(path: &Path, tokenizer: &Tokenizer) -> Result<Vec<Script>, TaskError> {
     Ok(Rows::read(path, |line| script(line, tokenizer))?.into_values())
 }
@@ -56,7 +56,27 @@ fn script(line: &[u8], tokenizer: &Tokenizer) -> Result<Script, TaskError> {
     for text in said.into_iter().chain(turns.iter().map(|message| &message.content)) {
         tokenizer.check_text(text)?;
     }
-    Ok(Script { opening, turns })
+    let script = Script { opening, turns };
+    rehearse(&script, tokenizer)?;
+    Ok(script)
+}
+
+/// Renders a chat as if nothing was said between its turns, so that what a template refuses is known before anything is
+/// sampled.
+fn rehearse(script: &Script, tokenizer: &Tokenizer) -> Result<(), TaskError> {
+    let Opening::Messages(messages) = &script.opening else { return Ok(()) };
+    let template = tokenizer.chat_template()?;
+    let mut messages = messages.clone();
+    let prompt = template.render(&messages, &Map::new())?;
+    if tokenizer.encode(&prompt)?.is_empty() {
+        return Err(TaskError::Empty { what: "prompt" });
+    }
+    for turn in &script.turns {
+        messages.push(Message { role: "assistant".into(), content: String::new() });
+        messages.push(turn.clone());
+        tokenizer.check_text(&template.render(&messages, &Map::new())?)?;
+    }
+    Ok(())
 }
 
 fn opening(row: &Map<String, Value>) -> Result<Opening, TaskError> {
@@ -90,10 +110,22 @@ fn turn(value: &Value, is_chat: bool) -> Result<Message, TaskError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tokenizer::tests::{directory, tiny};
+    use crate::tokenizer::tests::directory;
 
+    /// Reads `text` for the shipped tokenizer, with a chat template that knows no `narrator`.
     fn read_text(text: &str) -> Result<Vec<Script>, TaskError> {
-        read(&directory(&[("talk.jsonl", text)]).path().join("talk.jsonl"), &tiny())
+        let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-moe");
+        let file = |name| std::fs::read_to_string(assets.join(name)).unwrap();
+        let template = "{% for m in messages %}{% if m.role == 'narrator' %}{{ raise_exception('who?') }}{% endif %}\
+                        {{ m.content }}{% endfor %}";
+        let (tokenizer, config) = (file("tokenizer.json"), file("tokenizer_config.json"));
+        let directory = directory(&[
+            ("tokenizer.json", &*tokenizer),
+            ("tokenizer_config.json", &config),
+            ("chat_template.jinja", template),
+            ("talk.jsonl", text),
+        ]);
+        read(&directory.path().join("talk.jsonl"), &Tokenizer::load(directory.path(), 64)?)
     }
 
     fn said(role: &str, content: &str) -> Message {
@@ -148,6 +180,7 @@ mod tests {
                 format!(r#"{chat}[{{"role": "assistant", "content": "2"}}]}}"#),
                 "the last message is the assistant's, which leaves nothing to complete",
             ),
+            (r#"{"prompt": [{"role": "user", "content": ""}]}"#.into(), "the prompt is empty"),
         ];
         for (line, fault) in cases {
             let error = read_text(&format!("{{\"prompt\": \"1\"}}\n{line}\n")).unwrap_err();
@@ -155,5 +188,13 @@ mod tests {
             assert!(text.ends_with(&format!("talk.jsonl:2: {fault}")), "{text}");
             assert!(!error.hint().is_empty());
         }
+    }
+
+    #[test]
+    fn what_a_template_refuses_in_a_late_turn_is_known_before_sampling() {
+        let turns = r#"["2", {"role": "narrator", "content": "3"}]"#;
+        let line = format!(r#"{{"prompt": [{{"role": "user", "content": "1"}}], "turns": {turns}}}"#);
+        let error = read_text(&line).unwrap_err().to_string();
+        assert!(error.contains("talk.jsonl:1: ") && error.ends_with("failed: who? (line 1)"), "{error}");
     }
 }

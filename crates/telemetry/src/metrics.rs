@@ -143,6 +143,12 @@ metrics! {
 
     Gauge KV_CACHE_USAGE = "kv_cache_usage_perc" => "r3_kv_cache_usage_perc", "share", 0.0..=1.0,
         "KV blocks in use, over all; 1 means full.";
+    Gauge KV_CACHE_CAPACITY = "kv_cache_capacity_tokens" => "r3_kv_cache_capacity_tokens", "tokens", POSITIVE,
+        "Tokens whose keys, values and routes the KV memory holds at once.";
+    Gauge ROUTE_BYTES_PER_TOKEN = "kv_cache_route_bytes_per_token" => "r3_kv_cache_route_bytes_per_token", "bytes", POSITIVE,
+        "Bytes of the KV memory that the routes of a token take; 0 when none are recorded.";
+    Gauge ROUTE_SHARE = "kv_cache_route_share" => "r3_kv_cache_route_share", "share", 0.0..=0.1,
+        "Share of the KV memory that routes take.";
     Gauge PREFIX_CACHE_HIT_RATE = "prefix_cache_hit_rate" => "r3_prefix_cache_hit_rate", "share", 0.0..=1.0,
         "Prompt tokens that came from the prefix cache, over all prompt tokens.";
     Gauge REQUESTS_RUNNING = "num_requests_running" => "r3_num_requests_running", "sequences", POSITIVE,

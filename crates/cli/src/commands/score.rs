@@ -8,6 +8,7 @@ use clap::ValueEnum;
 use r3_kernels::gemm::Dtype;
 use r3_orchestrator::model_dir;
 use r3_orchestrator::score::{ScoreInput, Scorer};
+use r3_orchestrator::score_input::parse;
 
 use crate::args::DtypeArg;
 use crate::error::CliError;
@@ -19,6 +20,8 @@ use crate::output;
 /// "layer_ids": [...]}: T - 1 logprobs, of tokens 1 on, in nats at temperature 1, and T - 1 rows of routes, one list of
 /// experts, in router order, for each MoE layer. Given "routed_experts" as well, it replays them, and adds
 /// "live_differs": where the router would have chosen otherwise. docs/json.md explains every key.
+///
+/// Lines may also be those that `r3 rollout` wrote: in f32 their own logprobs come out again, to the bit.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// A Hugging Face directory, a checkpoint, or a run, whose newest checkpoint is taken
@@ -118,16 +121,12 @@ impl Iterator for Input {
                     return Some(Err(CliError::Input { path: input_name(&self.path).into(), source }));
                 }
             };
-            return Some(parse(&text, &self.path, self.line).map(|sequence| (self.line, sequence)));
+            let read = parse(&text, self.line).map(|sequence| (self.line, sequence));
+            return Some(read.map_err(|source| CliError::BadLine {
+                input: input_name(&self.path),
+                line: self.line,
+                source: Box::new(source),
+            }));
         }
     }
-}
-
-fn parse(text: &str, path: &Path, line: usize) -> Result<ScoreInput, CliError> {
-    serde_json::from_str(text).map_err(|error| {
-        let message = error.to_string();
-        // serde_json counts the lines of what it was handed, and that is one.
-        let reason = message.split(" at line 1 column").next().unwrap_or(&message).to_owned();
-        CliError::BadLine { input: input_name(path), line, column: error.column(), reason }
-    })
 }

@@ -1,0 +1,186 @@
+//! Where results go: a file that appears whole or not at all, or stdout.
+
+use std::fs::{self, File, TryLockError};
+use std::io::{self, BufWriter, Stdout, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use crate::error::{RunError, io_at};
+
+/// What errors call stdout.
+pub const STDOUT: &str = "stdout";
+
+/// A destination for results.
+///
+/// A file is written beside its name, as `NAME.partial`, and takes the name in [`Self::commit`]: whoever is killed before
+/// leaves no file that reads as whole. Dropped without it, nothing is left. What is no regular file, such as a pipe, is
+/// written to as it is.
+#[derive(Debug)]
+pub struct OutFile {
+    writer: Writer,
+    /// Where the results lie until they are whole.
+    partial: Option<PathBuf>,
+    path: PathBuf,
+}
+
+#[derive(Debug)]
+enum Writer {
+    Stdout(BufWriter<Stdout>),
+    File(BufWriter<File>),
+}
+
+impl OutFile {
+    /// Opens `path`, which is stdout if it is `-`.
+    ///
+    /// # Errors
+    /// If there is such a file already and it is not to be overwritten, another process is writing it, or it cannot be
+    /// made.
+    pub fn open(path: &Path, overwrite: bool) -> Result<Self, RunError> {
+        if path == Path::new("-") {
+            let writer = Writer::Stdout(BufWriter::new(io::stdout()));
+            return Ok(Self { writer, partial: None, path: STDOUT.into() });
+        }
+        let (file, partial) = match fs::metadata(path) {
+            Ok(found) if found.is_dir() => return Err(io_at(path)(io::ErrorKind::IsADirectory.into())),
+            Ok(found) if !found.is_file() => {
+                (File::options().write(true).open(path).map_err(io_at(path))?, None)
+            }
+            Ok(_) if !overwrite => return Err(RunError::OutFileTaken { path: path.into() }),
+            _ => {
+                let partial = partial_path(path);
+                (lock_empty(&partial, path)?, Some(partial))
+            }
+        };
+        Ok(Self { writer: Writer::File(BufWriter::new(file)), partial, path: path.into() })
+    }
+
+    /// Writes, and hands it on: what was sampled an hour ago is worth seeing.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn write(&mut self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<(), RunError> {
+        let writer: &mut dyn Write = match &mut self.writer {
+            Writer::Stdout(writer) => writer,
+            Writer::File(writer) => writer,
+        };
+        write(writer).and_then(|()| writer.flush()).map_err(io_at(&self.path))
+    }
+
+    /// Gives the file its name. It is on the disk then.
+    ///
+    /// # Errors
+    /// If that fails; what had the name before is still there then.
+    pub fn commit(mut self) -> Result<(), RunError> {
+        if let (Writer::File(writer), Some(partial)) = (&self.writer, &self.partial) {
+            writer.get_ref().sync_all().map_err(io_at(partial))?;
+            fs::rename(partial, &self.path).map_err(io_at(&self.path))?;
+            self.partial = None;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for OutFile {
+    fn drop(&mut self) {
+        if let Some(partial) = &self.partial {
+            let _ = fs::remove_file(partial); // What cannot be removed still does not read as whole.
+        }
+    }
+}
+
+/// `NAME.partial`.
+fn partial_path(path: &Path) -> PathBuf {
+    let mut name = path.file_name().map(ToOwned::to_owned).unwrap_or_default();
+    name.push(".partial");
+    path.with_file_name(name)
+}
+
+/// The file at `partial`, which becomes `path`, held by this process; what a killed one left in it is gone.
+fn lock_empty(partial: &Path, path: &Path) -> Result<File, RunError> {
+    let open = File::options().create(true).truncate(false).write(true).open(partial);
+    let file = open.map_err(io_at(partial))?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => return Err(RunError::OutFileBusy { path: path.into() }),
+        Err(TryLockError::Error(source)) => return Err(RunError::Io { path: partial.into(), source }),
+    }
+    // Who held it may have given it its name between our opening and locking it: then it is not ours to empty.
+    let is_ours = |found: fs::Metadata, held: fs::Metadata| found.ino() == held.ino();
+    let (found, held) = (fs::metadata(partial), file.metadata());
+    if !found.and_then(|found| Ok(is_ours(found, held?))).is_ok_and(|is_ours| is_ours) {
+        return Err(RunError::OutFileBusy { path: path.into() });
+    }
+    file.set_len(0).map_err(io_at(partial))?;
+    Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use tempfile::TempDir;
+
+    use super::*;
+
+    fn names(dir: &TempDir) -> Vec<String> {
+        let mut names: Vec<_> = fs::read_dir(dir.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+
+    fn say(file: &mut OutFile, text: &str) {
+        file.write(|out| out.write_all(text.as_bytes())).unwrap();
+    }
+
+    #[test]
+    fn a_file_takes_its_name_when_it_is_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out.jsonl");
+        let mut file = OutFile::open(&path, false).unwrap();
+        say(&mut file, "one\n");
+        assert_eq!(names(&dir), ["out.jsonl.partial"]);
+        say(&mut file, "two\n");
+        file.commit().unwrap();
+        assert_eq!(names(&dir), ["out.jsonl"]);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "one\ntwo\n");
+    }
+
+    #[test]
+    fn a_failure_leaves_nothing_and_what_was_there_as_it_was() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out.jsonl");
+        fs::write(&path, "earlier").unwrap();
+        let error = OutFile::open(&path, false).unwrap_err();
+        assert!(matches!(error, RunError::OutFileTaken { .. }), "{error}");
+        let mut file = OutFile::open(&path, true).unwrap();
+        say(&mut file, "half");
+        drop(file);
+        assert_eq!(names(&dir), ["out.jsonl"]);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "earlier");
+    }
+
+    #[test]
+    fn what_a_killed_process_left_is_written_over_and_what_a_live_one_writes_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out.jsonl");
+        fs::write(dir.path().join("out.jsonl.partial"), "a killed process wrote this").unwrap();
+        let mut file = OutFile::open(&path, false).unwrap();
+        let error = OutFile::open(&path, false).unwrap_err();
+        assert!(matches!(error, RunError::OutFileBusy { .. }), "{error}");
+        say(&mut file, "new");
+        file.commit().unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "new");
+    }
+
+    #[test]
+    fn a_directory_is_refused_at_once_and_a_device_is_written_to_as_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(matches!(OutFile::open(dir.path(), true).unwrap_err(), RunError::Io { .. }));
+        assert!(matches!(OutFile::open(&dir.path().join("no/out"), false).unwrap_err(), RunError::Io { .. }));
+        let mut null = OutFile::open(Path::new("/dev/null"), false).unwrap();
+        say(&mut null, "nothing");
+        null.commit().unwrap();
+        assert!(!Path::new("/dev/null.partial").exists());
+    }
+}
