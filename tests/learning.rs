@@ -11,7 +11,8 @@ use r3_engine::config::EngineConfig;
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::sampler::Sampling;
 use r3_kernels::gemm::Dtype;
-use r3_kernels::router::{RouteRecord, Routing};
+use r3_kernels::route_record::RouteRecord;
+use r3_kernels::router::Routing;
 use r3_model::autograd::Policy;
 use r3_model::checkpoint::Checkpoint;
 use r3_orchestrator::run::{RunOptions, run};
@@ -99,7 +100,7 @@ impl Rollouts {
     fn mismatch(&self, policy: &mut Policy, replay: bool) -> MismatchStats {
         let recorded = self.packing.replayed();
         let dims = policy.config().route_dims();
-        let mut native = RouteRecord::new(dims.n_layers, dims.top_k);
+        let mut native = RouteRecord::new(dims.n_layers, policy.config().router());
         native.start(self.mask.len());
         let mut routing = match replay {
             true => Routing::Replay { ids: &recorded, native: Some(&mut native) },

@@ -15,7 +15,8 @@ use r3_engine::config::EngineConfig;
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::sampler::Sampling;
 use r3_kernels::gemm::Dtype;
-use r3_kernels::router::{RouteRecord, Routing};
+use r3_kernels::route_record::RouteRecord;
+use r3_kernels::router::Routing;
 use r3_model::autograd::Policy;
 use r3_model::checkpoint::Checkpoint;
 
@@ -228,15 +229,14 @@ fn at_equal_f32_weights_trainer_and_rollout_agree_in_every_bit() {
             let sampled: Vec<Vec<u32>> = trained.rollouts.iter().map(|r| r.logprobs.clone()).collect();
             let replayed = trained.packing.replayed();
             let dims = checkpoint.config().route_dims();
-            let mut native = RouteRecord::new(dims.n_layers, dims.top_k);
+            let mut native = RouteRecord::new(dims.n_layers, checkpoint.config().router());
             native.start(trained.packing.packed().tokens.len());
             let mut replay = Routing::Replay { ids: &replayed, native: Some(&mut native) };
             for routing in [&mut Routing::Free, &mut replay] {
                 let logprobs = trained.policy_logprobs(&mut policy, routing, temperature);
                 assert_eq!(trained.of_completions(&logprobs), sampled, "{model} at {temperature}");
             }
-            let native: Vec<u16> =
-                (0..dims.n_layers).flat_map(|layer| native.layer(layer).to_vec()).collect();
+            let native: Vec<u16> = (0..dims.n_layers).flat_map(|layer| native.layer(layer)).collect();
             assert_eq!(native, replayed, "{model}: the trainer's own routes");
         }
     }

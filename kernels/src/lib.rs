@@ -22,6 +22,7 @@ pub mod gemm;
 pub mod logprob;
 pub mod rms_norm;
 pub mod rope;
+pub mod route_record;
 pub mod router;
 pub mod swiglu;
 

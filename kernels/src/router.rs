@@ -13,6 +13,7 @@ use crate::candle_io::{f32_slice, with_f32};
 use crate::exp::exp;
 use crate::isa::{Isa, multiversion};
 use crate::parallel;
+use crate::route_record::RouteRecord;
 use crate::softmax::{exp_in_place, exp_sum, max};
 
 /// How a model's router turns scores into a choice and gates.
@@ -72,75 +73,6 @@ impl Choice {
     }
 }
 
-/// What the router chose in one pass, `[L, T, K]` ids; reusable, and never resized once it has seen its largest `T`.
-#[derive(Clone, Debug)]
-pub struct RouteRecord {
-    top_k: usize,
-    n_tokens: usize,
-    ids: Vec<u16>,
-    recorded: Vec<bool>,
-}
-
-impl RouteRecord {
-    /// A record of `n_layers` MoE layers and `top_k` experts per token, for no token yet.
-    #[must_use]
-    pub fn new(n_layers: usize, top_k: usize) -> Self {
-        Self { top_k, n_tokens: 0, ids: Vec::new(), recorded: vec![false; n_layers] }
-    }
-
-    /// Forgets the last pass and makes room for one of `n_tokens`.
-    pub fn start(&mut self, n_tokens: usize) {
-        self.n_tokens = n_tokens;
-        self.ids.resize(self.recorded.len() * n_tokens * self.top_k, 0);
-        self.recorded.fill(false);
-    }
-
-    /// Tokens of the pass, `T`.
-    #[must_use]
-    pub fn n_tokens(&self) -> usize {
-        self.n_tokens
-    }
-
-    /// What was chosen at `layer`, `[T, K]`.
-    ///
-    /// # Panics
-    /// If this pass has not come to that layer: its ids would be another pass's.
-    #[must_use]
-    pub fn layer(&self, layer: usize) -> &[u16] {
-        assert!(self.recorded[layer], "layer {layer} was not recorded in this pass");
-        &self.ids[self.span(layer)]
-    }
-
-    /// Writes the route of token `t`, `[L, K]`, into `out`.
-    ///
-    /// # Panics
-    /// If a layer was not recorded in this pass, or `t` or the length of `out` does not fit.
-    pub fn write_row(&self, t: usize, out: &mut [u16]) {
-        assert!(t < self.n_tokens, "token {t} of a record of {} tokens", self.n_tokens);
-        assert_eq!(out.len(), self.recorded.len() * self.top_k, "a route row is [L, K]");
-        for (layer, row) in out.chunks_exact_mut(self.top_k).enumerate() {
-            row.copy_from_slice(&self.layer(layer)[t * self.top_k..][..self.top_k]);
-        }
-    }
-
-    fn record(&mut self, layer: usize, config: RouterConfig, n_tokens: usize) -> &mut [u16] {
-        let held = (self.recorded.len(), self.n_tokens, self.top_k);
-        assert!(
-            layer < held.0 && (n_tokens, config.top_k) == (held.1, held.2),
-            "layer {layer} chose [{n_tokens}, {}], the record is [L, T, K] = {held:?}",
-            config.top_k
-        );
-        self.recorded[layer] = true;
-        let span = self.span(layer);
-        &mut self.ids[span]
-    }
-
-    fn span(&self, layer: usize) -> std::ops::Range<usize> {
-        let len = self.n_tokens * self.top_k;
-        layer * len..(layer + 1) * len
-    }
-}
-
 /// Who chooses the experts of a pass.
 #[derive(Debug)]
 pub enum Routing<'a> {
@@ -184,13 +116,14 @@ pub fn choose(
         Routing::Free => top_k_rows(scores, config, &mut choice.ids),
         Routing::Record(record) => {
             top_k_rows(scores, config, &mut choice.ids);
-            record.record(layer, config, n_tokens).copy_from_slice(&choice.ids);
+            record.keep(layer, choice);
         }
         Routing::Replay { ids, native } => {
-            choice.ids.copy_from_slice(replayed(ids, config, layer, n_tokens));
             if let Some(record) = native {
-                top_k_rows(scores, config, record.record(layer, config, n_tokens));
+                top_k_rows(scores, config, &mut choice.ids);
+                record.keep(layer, choice);
             }
+            choice.ids.copy_from_slice(replayed(ids, config, layer, n_tokens));
         }
     }
 }
@@ -462,11 +395,11 @@ mod tests {
         let scores: Vec<f32> = (0..40).map(|i| (i as f32 * 1.3).sin() * 4.0).collect();
         for norm_topk_prob in [false, true] {
             let config = RouterConfig { norm_topk_prob, ..QWEN };
-            let mut record = RouteRecord::new(1, 2);
+            let mut record = RouteRecord::new(1, config);
             record.start(10);
             let mut free = Choice::empty();
             choose(&scores, config, 0, &mut Routing::Record(&mut record), &mut free);
-            let again = replay(&scores, config, record.layer(0));
+            let again = replay(&scores, config, &record.layer(0));
             assert_eq!(free, again);
             assert_eq!(gates_of(&scores, config, &free), gates_of(&scores, config, &again));
         }
@@ -475,7 +408,7 @@ mod tests {
     #[test]
     fn replay_keeps_the_recorded_order_and_tells_what_the_router_would_have_done() {
         let scores = [0.0, 3.0, 1.0, 2.0, 9.0, 8.0, 7.0, 6.0];
-        let mut native = RouteRecord::new(2, 2);
+        let mut native = RouteRecord::new(2, QWEN);
         native.start(2);
         let mut choice = Choice::empty();
         let ids = [0, 1, 0, 1, 3, 0, 2, 3];
@@ -556,27 +489,6 @@ mod tests {
                 assert!((ours - naive).abs() < 2e-6, "{ours} {naive}");
             }
         }
-    }
-
-    #[test]
-    fn a_record_hands_out_rows_and_only_of_this_pass() {
-        let mut record = RouteRecord::new(2, 2);
-        let note = |record: &mut RouteRecord, layer: usize, scores: &[f32]| {
-            choose(scores, QWEN, layer, &mut Routing::Record(record), &mut Choice::empty());
-        };
-        record.start(2);
-        note(&mut record, 0, &[0.0, 1.0, 2.0, 3.0, 3.0, 2.0, 1.0, 0.0]);
-        note(&mut record, 1, &[9.0, 0.0, 0.0, 3.0, 0.0, 2.0, 1.0, 0.0]);
-        let mut row = [0; 4];
-        record.write_row(1, &mut row);
-        assert_eq!(row, [0, 1, 1, 2]);
-        record.write_row(0, &mut row);
-        assert_eq!(row, [3, 2, 0, 3]);
-        record.start(1);
-        note(&mut record, 0, &[0.0, 1.0, 2.0, 3.0]);
-        assert_eq!(record.layer(0), [3, 2]);
-        let message = panic_of(move || record.write_row(0, &mut [0; 4]));
-        assert_eq!(message, "layer 1 was not recorded in this pass");
     }
 
     #[test]

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use r3_core::ids::{GroupId, PolicyVersion, SequenceId, TokenId};
 use r3_kernels::attention::{KvCache, PagedSequence};
 use r3_kernels::logprob::chosen_logprobs;
-use r3_kernels::router::{RouteRecord, Routing};
+use r3_kernels::route_record::RouteRecord;
+use r3_kernels::router::Routing;
 use r3_model::buffers::{Buffers, Paged, Rows};
 use r3_model::config::ModelConfig;
 use r3_model::executor::{Executor, Weights, check_vocabulary};
@@ -84,7 +85,6 @@ impl Engine {
         let mut exec = Buffers::new(model, config.dtype);
         let (weights, hashes) = refit::load(&mut exec, model, source, config.dtype)?;
         let n_slots = sizes.n_blocks * sizes.block_tokens;
-        let routes = model.route_dims();
         Ok(Self {
             config,
             exec,
@@ -94,7 +94,9 @@ impl Engine {
             cache: KvCache::new(model.n_layers, n_slots, model.heads(), config.dtype),
             scheduler: Scheduler::new(sizes)?,
             replay: None,
-            record: config.capture_routes.then(|| RouteRecord::new(routes.n_layers, routes.top_k)),
+            record: config
+                .capture_routes
+                .then(|| RouteRecord::new(model.route_dims().n_layers, model.router())),
             sampler: Sampler::default(),
             sampling: HashMap::new(),
             samples: Vec::new(),
@@ -271,9 +273,9 @@ impl Engine {
     fn record_routes(&mut self) {
         if let Some(replay) = &mut self.replay {
             replay.keep_live_routes();
-            self.scheduler.record(|row, out| replay.write_row(row, out));
+            self.scheduler.record(replay.rows());
         } else if let Some(record) = &self.record {
-            self.scheduler.record(|row, out| record.write_row(row, out));
+            self.scheduler.record(record.rows());
         }
     }
 

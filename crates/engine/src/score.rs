@@ -1,8 +1,11 @@
 //! Scores given tokens: their logprobs, their routes, and where replayed routes differ from the live router's.
 
+use std::ops::Range;
+
 use r3_core::ids::{GroupId, TokenId};
-use r3_core::routes::{RouteRows, RouteView, write_ids};
-use r3_kernels::router::{RouteRecord, Routing};
+use r3_core::routes::{RouteDims, RouteRows, RouteView, write_ids};
+use r3_kernels::route_record::RouteRecord;
+use r3_kernels::router::{RouterConfig, Routing};
 use r3_scheduler::plan::TickPlan;
 use r3_scheduler::request::{Finished, Request};
 
@@ -20,14 +23,12 @@ pub struct Scored {
 
 /// Routes that the next forwards take instead of the router's, for the one sequence being scored.
 pub(crate) struct Replay {
-    /// `[T, L, K]`, by position.
-    ids: Vec<u16>,
-    row_ids: usize,
-    top_k: usize,
+    /// Of all `T` tokens, by position.
+    routes: RouteRows,
+    /// Positions of the current batch, which holds nothing but one chunk of the one sequence.
+    batch: Range<usize>,
     /// `[L, T, K]` of the current batch.
-    batch: Vec<u16>,
-    /// `[T]` of the current batch.
-    positions: Vec<u32>,
+    ids: Vec<u16>,
     native: RouteRecord,
     live: RouteRows,
 }
@@ -56,7 +57,7 @@ impl Engine {
         let dims = self.model().route_dims();
         if let Some(routes) = routes {
             assert_eq!(routes.dims(), dims, "replayed routes have the model's shape");
-            self.replay = Some(Replay::new(routes, tokens.len())?);
+            self.replay = Some(Replay::new(routes, tokens.len(), self.model().router())?);
         }
         let outcome = self.score_one(tokens);
         let replay = self.replay.take();
@@ -98,63 +99,53 @@ impl Engine {
 }
 
 impl Replay {
-    fn new(routes: RouteView<'_>, n_tokens: usize) -> Result<Self, EngineError> {
+    fn new(routes: RouteView<'_>, n_tokens: usize, router: RouterConfig) -> Result<Self, EngineError> {
         let dims = routes.dims();
         if routes.rows() + 1 != n_tokens {
             return Err(EngineError::ReplayRows { rows: routes.rows(), tokens: n_tokens });
         }
         routes.check(n_tokens - 1).map_err(EngineError::ReplayRoutes)?;
-        let mut ids = vec![0; n_tokens * dims.row_ids()];
+        let mut padded = RouteRows::with_capacity(dims, n_tokens);
+        padded.append(routes.bytes());
         // The last token is never an input in a rollout, so it has no row; as its logits are not used, any will do.
-        for (token, row) in ids.chunks_exact_mut(dims.row_ids()).enumerate() {
-            for (layer, ids) in row.chunks_exact_mut(dims.top_k).enumerate() {
-                if routes.rows() > 0 {
-                    routes.copy_layer(token.min(routes.rows() - 1), layer, ids);
-                } else {
-                    ids.iter_mut().zip(0..).for_each(|(id, k)| *id = k);
-                }
-            }
-        }
+        let ids: Vec<u16> = (0..dims.n_layers).flat_map(|_| (0..).take(dims.top_k)).collect();
+        let mut last = vec![0; dims.row_bytes()];
+        write_ids(&ids, dims.width(), &mut last);
+        padded.append(&last);
         Ok(Self {
-            ids,
-            row_ids: dims.row_ids(),
-            top_k: dims.top_k,
-            batch: Vec::new(),
-            positions: Vec::new(),
-            native: RouteRecord::new(dims.n_layers, dims.top_k),
+            routes: padded,
+            batch: 0..0,
+            ids: Vec::new(),
+            native: RouteRecord::new(dims.n_layers, router),
             live: RouteRows::with_capacity(dims, n_tokens),
         })
     }
 
     /// The replayed routes of a planned batch, layer by layer.
     pub(crate) fn routing(&mut self, plan: &TickPlan) -> Routing<'_> {
-        self.batch.clear();
-        self.positions.clone_from(&plan.positions);
-        for layer in 0..self.row_ids / self.top_k {
-            for &position in &plan.positions {
-                let at = position as usize * self.row_ids + layer * self.top_k;
-                self.batch.extend_from_slice(&self.ids[at..at + self.top_k]);
+        let [chunk] = &plan.chunks[..] else { panic!("one sequence is scored at a time") };
+        self.batch = chunk.start..chunk.start + chunk.n_tokens;
+        let routes = self.routes.view();
+        let RouteDims { n_layers, top_k, .. } = routes.dims();
+        self.ids.clear();
+        for layer in 0..n_layers {
+            for position in self.batch.clone() {
+                self.ids.extend((0..top_k).map(|k| routes.expert(position, layer, k)));
             }
         }
         self.native.start(plan.n_tokens());
-        Routing::Replay { ids: &self.batch, native: Some(&mut self.native) }
+        Routing::Replay { ids: &self.ids, native: Some(&mut self.native) }
     }
 
     /// Appends what the live router would have chosen for the batch.
     pub(crate) fn keep_live_routes(&mut self) {
-        let dims = self.live.view().dims();
-        let (mut ids, mut bytes) = (vec![0; dims.row_ids()], vec![0; dims.row_bytes()]);
-        for row in 0..self.positions.len() {
-            self.native.write_row(row, &mut ids);
-            write_ids(&ids, dims.width(), &mut bytes);
-            self.live.append(&bytes);
-        }
+        self.live.append(self.native.rows());
     }
 
-    /// The replayed route `[L, K]` of row `row` of the batch.
-    pub(crate) fn write_row(&self, row: usize, out: &mut [u16]) {
-        let at = self.positions[row] as usize * self.row_ids;
-        out.copy_from_slice(&self.ids[at..at + self.row_ids]);
+    /// The replayed routes of the batch, bytes `[T, L, K]`.
+    pub(crate) fn rows(&self) -> &[u8] {
+        let row_bytes = self.routes.view().dims().row_bytes();
+        &self.routes.view().bytes()[self.batch.start * row_bytes..self.batch.end * row_bytes]
     }
 }
 

@@ -6,7 +6,8 @@ use r3_engine::config::EngineConfig;
 use r3_engine::engine::Engine;
 use r3_engine::error::EngineError;
 use r3_kernels::gemm::Dtype;
-use r3_kernels::router::{RouteRecord, Routing};
+use r3_kernels::route_record::RouteRecord;
+use r3_kernels::router::Routing;
 use r3_model::autograd::{Packed, Policy};
 use r3_model::checkpoint::Checkpoint;
 use r3_model::config::ModelConfig;
@@ -150,7 +151,7 @@ fn score_trainer(
     let dims = policy.config().route_dims();
     let n_inputs = tokens.len() - 1;
     let ids = replayed.map(layer_major);
-    let mut live = RouteRecord::new(dims.n_layers, dims.top_k);
+    let mut live = RouteRecord::new(dims.n_layers, policy.config().router());
     live.start(n_inputs);
     let mut routing = match &ids {
         Some(ids) => Routing::Replay { ids, native: Some(&mut live) },
@@ -160,12 +161,7 @@ fn score_trainer(
     let output = policy.logprobs(&packed, &mut routing, 1.0)?;
     let logprobs = output.logprobs.to_vec1::<f32>().map_err(ModelError::from)?;
     let mut rows = RouteRows::with_capacity(dims, n_inputs);
-    let (mut row, mut bytes) = (vec![0; dims.row_ids()], vec![0; dims.row_bytes()]);
-    for token in 0..n_inputs {
-        live.write_row(token, &mut row);
-        write_ids(&row, dims.width(), &mut bytes);
-        rows.append(&bytes);
-    }
+    rows.append(live.rows());
     Ok((logprobs, rows))
 }
 

@@ -130,15 +130,13 @@ impl KvMemory {
         Some(prefix)
     }
 
-    /// Stores the route of slot `offset` of `block` and returns it as a row of bytes.
+    /// Stores `rows`, bytes `[n, L, K]`, as the routes of the `n` slots of `block` from slot `first` on.
     ///
     /// # Panics
-    /// If routes are off.
-    pub(crate) fn record(&mut self, block: BlockId, offset: usize, ids: &[u16]) -> &[u8] {
+    /// If routes are off, or the rows do not fit the block.
+    pub(crate) fn record(&mut self, block: BlockId, first: usize, rows: &[u8]) {
         let stamp = self.pool.stamp(block);
-        let routes = self.routes.as_mut().expect("routes are on");
-        routes.write(block, offset, stamp, ids);
-        routes.read(block, offset..offset + 1, stamp).expect("the row was just written")
+        self.routes.as_mut().expect("routes are on").write(block, first, stamp, rows);
     }
 
     /// The route rows of `block` from slot `from` to its end, if all of them are readable.

@@ -200,7 +200,7 @@ mod tests {
     /// One tick under the weights of `version`, which route everything to the expert of their number.
     fn tick(scheduler: &mut Scheduler, version: u16) -> usize {
         assert!(scheduler.plan());
-        scheduler.record(|_, out| out[0] = version);
+        scheduler.record(&vec![u8::try_from(version).unwrap(); scheduler.tick_plan().n_tokens()]);
         let sites = scheduler.tick_plan().samples.iter();
         let sample = |sequence| Sample { sequence, token: TokenId(9), logprob: -1.0 };
         let samples: Vec<_> = sites.map(|site| sample(site.sequence)).collect();

@@ -102,7 +102,7 @@ mod tests {
 
     fn tick(scheduler: &mut Scheduler) {
         assert!(scheduler.plan());
-        scheduler.record(|_, out| out[0] = 3);
+        scheduler.record(&vec![3; scheduler.tick_plan().n_tokens()]);
         let sites = scheduler.tick_plan().samples.iter();
         let sample = |sequence| Sample { sequence, token: TokenId(0), logprob: 0.0 };
         let samples: Vec<_> = sites.map(|site| sample(site.sequence)).collect();

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use r3_core::ids::BlockId;
-use r3_core::routes::{RouteDims, write_ids};
+use r3_core::routes::RouteDims;
 
 use crate::block_pool::Stamp;
 
@@ -43,21 +43,28 @@ impl RoutePool {
         self.stamps.len() * Self::bytes_per_block(self.dims, self.block_tokens)
     }
 
-    /// Stores `ids` `[L * K]` for slot `offset` of `block`, whose occupancy is `stamp`.
+    /// Stores `rows`, bytes `[n, L, K]`, for the `n` slots of `block` from slot `first` on. Its occupancy is `stamp`.
     ///
     /// The first write under a new stamp forgets every row of the block.
-    pub(crate) fn write(&mut self, block: BlockId, offset: usize, stamp: Stamp, ids: &[u16]) {
+    ///
+    /// # Panics
+    /// If `rows` are not whole rows, or more than the block has room for.
+    pub(crate) fn write(&mut self, block: BlockId, first: usize, stamp: Stamp, rows: &[u8]) {
+        let slots = first..first + rows.len() / self.dims.row_bytes();
         self.adopt(block, stamp);
-        let at = self.byte_range(block, offset..offset + 1);
-        write_ids(ids, self.dims.width(), &mut self.bytes[at]);
-        self.set_valid(block, offset);
+        let at = self.byte_range(block, slots.clone());
+        self.bytes[at].copy_from_slice(rows);
+        for (word, bits) in self.validity(block, slots) {
+            self.valid[word] |= bits;
+        }
     }
 
     /// Rows `slots` of `block` as bytes `[slots, L, K]`, if all of them were written under `stamp`.
     pub(crate) fn read(&self, block: BlockId, slots: Range<usize>, stamp: Stamp) -> Option<&[u8]> {
-        let readable =
-            self.stamps[block.index()] == stamp && slots.clone().all(|slot| self.is_valid(block, slot));
-        readable.then(|| &self.bytes[self.byte_range(block, slots)])
+        let is_valid = |(word, bits): (usize, u64)| self.valid[word] & bits == bits;
+        let is_readable =
+            self.stamps[block.index()] == stamp && self.validity(block, slots.clone()).all(is_valid);
+        is_readable.then(|| &self.bytes[self.byte_range(block, slots)])
     }
 
     /// Copies what is readable of the first `n_slots` rows of `from` to `to`, as the engine copies their KV.
@@ -68,7 +75,9 @@ impl RoutePool {
                 let source = self.byte_range(from.0, slot..slot + 1);
                 let target = self.byte_range(to.0, slot..slot + 1);
                 self.bytes.copy_within(source, target.start);
-                self.set_valid(to.0, slot);
+                for (word, bits) in self.validity(to.0, slot..slot + 1) {
+                    self.valid[word] |= bits;
+                }
             }
         }
     }
@@ -90,12 +99,16 @@ impl RoutePool {
         (start + slots.start) * row_bytes..(start + slots.end) * row_bytes
     }
 
-    fn is_valid(&self, block: BlockId, slot: usize) -> bool {
-        self.valid[block.index() * self.block_tokens.div_ceil(BITS) + slot / BITS] >> (slot % BITS) & 1 == 1
-    }
-
-    fn set_valid(&mut self, block: BlockId, slot: usize) {
-        self.valid[block.index() * self.block_tokens.div_ceil(BITS) + slot / BITS] |= 1 << (slot % BITS);
+    /// The words of `valid` that have bits of `slots` of `block`, with those bits.
+    fn validity(&self, block: BlockId, slots: Range<usize>) -> impl Iterator<Item = (usize, u64)> + use<> {
+        let first_word = block.index() * self.block_tokens.div_ceil(BITS);
+        (slots.start / BITS..slots.end.div_ceil(BITS)).map(move |word| {
+            let start = slots.start.max(word * BITS);
+            let end = slots.end.min((word + 1) * BITS);
+            let n_bits = end.saturating_sub(start);
+            let bits = if n_bits == BITS { u64::MAX } else { ((1 << n_bits) - 1) << (start % BITS) };
+            (first_word + word, bits)
+        })
     }
 }
 
@@ -147,6 +160,34 @@ mod tests {
         pool.copy((BlockId(0), A), (BLOCK, B), 2);
         assert_eq!(pool.read(BLOCK, 0..1, B), Some(&[3, 1][..]));
         assert_eq!(pool.read(BLOCK, 1..2, B), None, "unreadable at the source, and the old row is gone");
+    }
+
+    #[test]
+    fn many_rows_are_valid_as_each_of_them_alone_is() {
+        let n_tokens = 3 * BITS + 7;
+        for (first, n_rows) in
+            [(0, 0), (3, 0), (0, BITS), (BITS, BITS), (5, 2 * BITS), (BITS - 1, 2), (1, 3 * BITS)]
+        {
+            let mut pool = RoutePool::new(DIMS, 2, n_tokens);
+            let rows: Vec<u8> = (0..2 * n_rows).map(|at| (at % 251) as u8).collect();
+            pool.write(BLOCK, first, A, &rows);
+            for slot in 0..n_tokens {
+                let row = slot.checked_sub(first).and_then(|at| rows.get(2 * at..2 * at + 2));
+                assert_eq!(pool.read(BLOCK, slot..slot + 1, A), row, "slot {slot} of {first} + {n_rows}");
+            }
+            assert_eq!(pool.read(BLOCK, first..first + n_rows, A), Some(&rows[..]));
+            assert_eq!(pool.read(BLOCK, first..first + n_rows + 1, A), None);
+        }
+    }
+
+    #[test]
+    fn rows_never_reach_into_the_next_block() {
+        for (first, rows) in [(3, &[0, 1, 2, 3][..]), (0, &[0, 1, 2])] {
+            let written = std::panic::catch_unwind(|| {
+                RoutePool::new(DIMS, 2, 4).write(BlockId(0), first, A, rows);
+            });
+            assert!(written.is_err(), "{} bytes from slot {first} on", rows.len());
+        }
     }
 
     #[test]

@@ -92,7 +92,6 @@ pub struct Scheduler {
     pub(crate) forks: Vec<Fork>,
     pub(crate) is_in_tick: bool,
     pub(crate) counters: SchedulerStats,
-    route_ids: Vec<u16>,
     next_id: u64,
 }
 
@@ -115,7 +114,6 @@ impl Scheduler {
             forks: Vec::new(),
             is_in_tick: false,
             counters: SchedulerStats::default(),
-            route_ids: vec![0; config.routes.map_or(0, RouteDims::row_ids)],
             next_id: 0,
         })
     }
@@ -240,31 +238,22 @@ impl Scheduler {
         }
     }
 
-    /// Stores the routes of this tick: `write_row(row, out)` fills `out` `[L * K]` with the expert ids of one row of
-    /// the plan, in router order. Does nothing when routes are off.
+    /// Stores the routes of this tick: `rows`, bytes `[T, L, K]` in router order, are those of the plan's rows. Does
+    /// nothing when routes are off.
     ///
     /// Every row goes to the slot the plan gave it, under its block's stamp; and to the trace of its sequence, unless
     /// the trace has that position already.
     ///
     /// # Panics
-    /// Outside a tick, or if an id does not fit the ids' width.
-    pub fn record(&mut self, mut write_row: impl FnMut(usize, &mut [u16])) {
+    /// Outside a tick, or if `rows` are not exactly as many bytes as the plan's rows have.
+    pub fn record(&mut self, rows: &[u8]) {
         assert!(self.is_in_tick, "routes are recorded between `plan` and `advance`");
-        if self.config.routes.is_none() {
-            return;
-        }
+        let Some(row_bytes) = self.config.routes.map(RouteDims::row_bytes) else { return };
+        assert_eq!(rows.len(), self.plan.n_tokens() * row_bytes, "routes are [T, L, K] bytes");
         for chunk in &self.plan.chunks {
+            let of_chunk = &rows[chunk.first_row * row_bytes..][..chunk.n_tokens * row_bytes];
             let sequence = self.sequences.get_mut(&chunk.sequence).expect("planned sequences exist");
-            for at in 0..chunk.n_tokens {
-                write_row(chunk.first_row + at, &mut self.route_ids);
-                let position = chunk.start + at;
-                let block = sequence.blocks[position / self.config.block_tokens];
-                let offset = position % self.config.block_tokens;
-                let row = self.kv.record(BlockId(block), offset, &self.route_ids);
-                if let Some(trace) = &mut sequence.trace {
-                    trace.extend(position, row);
-                }
-            }
+            sequence.record(chunk, of_chunk, &mut self.kv, self.config.block_tokens);
         }
     }
 

@@ -8,6 +8,7 @@ use r3_core::rollout::FinishReason;
 use r3_core::routes::RouteDims;
 
 use crate::kv_memory::{Hit, KvMemory};
+use crate::plan::Chunk;
 use crate::prefix_cache::Prefix;
 use crate::request::{Finished, Limits, Request};
 use crate::trace::Trace;
@@ -189,6 +190,26 @@ impl Sequence {
         self.published = Published { n_blocks: hit.blocks.len(), end: hit.end, is_cut: false };
         if self.turns.is_empty() {
             self.cached_tokens = self.computed;
+        }
+    }
+
+    /// Stores `rows`, bytes `[n_tokens, L, K]`, as the routes of `chunk`: in its slots, each block's share at once, and in
+    /// the trace, if it has one.
+    ///
+    /// # Panics
+    /// If routes are off, or the trace lacks a row before the chunk.
+    pub(crate) fn record(&mut self, chunk: &Chunk, rows: &[u8], kv: &mut KvMemory, block_tokens: usize) {
+        if let Some(trace) = &mut self.trace {
+            trace.extend(chunk.start, rows);
+        }
+        let row_bytes = rows.len() / chunk.n_tokens;
+        let (mut position, mut rows) = (chunk.start, rows);
+        while !rows.is_empty() {
+            let first = position % block_tokens;
+            let n_bytes = rows.len().min((block_tokens - first) * row_bytes);
+            let (of_block, rest) = rows.split_at(n_bytes);
+            kv.record(BlockId(self.blocks[position / block_tokens]), first, of_block);
+            (position, rows) = (position + n_bytes / row_bytes, rest);
         }
     }
 

@@ -51,7 +51,8 @@ fn prefill(scheduler: &mut Scheduler, prompt: &Arc<[TokenId]>, return_routes: Op
 
 fn tick(scheduler: &mut Scheduler) {
     assert!(scheduler.plan());
-    scheduler.record(|row, out| (0..).zip(out).for_each(|(k, id)| *id = (row as u16 + k) % 128));
+    let n_bytes = scheduler.tick_plan().n_tokens() * DIMS.row_bytes();
+    scheduler.record(&(0..n_bytes).map(|at| (at % 128) as u8).collect::<Vec<_>>());
     scheduler.advance(&[], PolicyVersion(0));
 }
 

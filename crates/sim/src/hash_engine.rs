@@ -159,7 +159,7 @@ impl HashEngine {
     fn store(&mut self) {
         let Self { scheduler, config, kv, rows, known, .. } = self;
         if let Some(dims) = config.routes {
-            scheduler.record(|row, out| rows[row].route(dims, out));
+            scheduler.record(routes_of(rows, dims).view().bytes());
         }
         for at in 0..scheduler.tick_plan().chunks.len() {
             let Chunk { sequence, start, n_tokens, first_row, wants } = scheduler.tick_plan().chunks[at];

@@ -93,10 +93,11 @@ fn row(finished: &Finished, row: usize) -> Vec<u16> {
     (0..4).map(|at| view.expert(row, at / 2, at % 2)).collect()
 }
 
-/// Ticks a bare scheduler once, with `write_row` as the routes and token 1 as every sample.
-fn tick(scheduler: &mut Scheduler, write_row: impl FnMut(usize, &mut [u16])) {
+/// Ticks a bare scheduler once, with the routes that `route` gives each row and token 1 as every sample.
+fn tick(scheduler: &mut Scheduler, route: impl FnMut(u8) -> [u8; 4]) {
     assert!(scheduler.plan());
-    scheduler.record(write_row);
+    let n_rows = u8::try_from(scheduler.tick_plan().n_tokens()).unwrap();
+    scheduler.record((0..n_rows).map(route).collect::<Vec<_>>().as_flattened());
     let sites = scheduler.tick_plan().samples.iter();
     let samples: Vec<_> =
         sites.map(|site| Sample { sequence: site.sequence, token: TokenId(1), logprob: -1.0 }).collect();
@@ -199,10 +200,10 @@ fn preempted_requests_keep_all_their_rows() {
 fn rows_outlive_the_blocks_they_were_written_in() {
     let mut scheduler = Scheduler::new(SchedulerConfig { n_blocks: 2, ..CONFIG }).unwrap();
     let first = scheduler.submit(&request(&[1, 2, 3, 4, 5], 4)).unwrap();
-    tick(&mut scheduler, |row, out| out.copy_from_slice(&[row as u16, 4, 3, row as u16 / 2]));
+    tick(&mut scheduler, |row| [row, 4, 3, row / 2]);
     scheduler.abort(first);
     scheduler.submit(&request(&[9, 8, 7, 6, 5], 4)).unwrap();
-    tick(&mut scheduler, |_, out| out.copy_from_slice(&[4, 3, 2, 1]));
+    tick(&mut scheduler, |_| [4, 3, 2, 1]);
     let finished = scheduler.take_finished().unwrap();
     assert_eq!((finished.sequence, finished.finish, rows(&finished)), (first, FinishReason::Abort, 5));
     for position in 0..5 {
@@ -216,7 +217,7 @@ fn rows_of_a_chunk_begin_where_the_chunk_did() {
     let mut scheduler = Scheduler::new(SchedulerConfig { max_batch_tokens: 4, ..CONFIG }).unwrap();
     scheduler.submit(&request(&[1, 2, 3, 4, 5, 6, 7, 8], 0)).unwrap();
     for chunk in 0..2 {
-        tick(&mut scheduler, |row, out| out.copy_from_slice(&[row as u16, 4, chunk, 3]));
+        tick(&mut scheduler, |row| [row, 4, chunk, 3]);
     }
     let finished = scheduler.take_finished().unwrap();
     for position in 0..8 {
@@ -232,7 +233,7 @@ fn rows_are_out_of_the_engines_buffer_before_the_next_tick_can_begin() {
     let mut buffer = [[0; 4]; 2];
     for step in 0..3 {
         buffer = buffer.map(|_| [step, 4, 3, step]);
-        tick(&mut scheduler, |row, out| out.copy_from_slice(&buffer[row]));
+        tick(&mut scheduler, |row| buffer[usize::from(row)]);
     }
     let finished = scheduler.take_finished().unwrap();
     let steps: Vec<_> = (0..4).map(|position| row(&finished, position)[0]).collect();

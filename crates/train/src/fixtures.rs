@@ -3,7 +3,8 @@
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::rollout::{FinishReason, Reward, RolloutView};
 use r3_core::routes::{RouteDims, RouteRows, write_ids};
-use r3_kernels::router::{RouteRecord, Routing};
+use r3_kernels::route_record::RouteRecord;
+use r3_kernels::router::Routing;
 use r3_model::autograd::{Packed, Policy};
 use r3_model::config::ModelConfig;
 use r3_model::init::FreshWeights;
@@ -30,19 +31,14 @@ pub(crate) fn sampled_by(policy: &mut Policy, mut rollout: OwnedRollout) -> Owne
         token.0 = (token.0 * 7 + rollout.index) % 13;
     }
     let n_inputs = rollout.tokens.len() - 1;
-    let mut record = RouteRecord::new(dims.n_layers, dims.top_k);
+    let mut record = RouteRecord::new(dims.n_layers, policy.config().router());
     record.start(n_inputs);
     let packed =
         Packed { tokens: &rollout.tokens[..n_inputs], targets: &rollout.tokens[1..], lengths: &[n_inputs] };
     let output = policy.logprobs(&packed, &mut Routing::Record(&mut record), 1.0).unwrap();
     rollout.rollout_logprobs = output.logprobs.to_vec1::<f32>().unwrap().split_off(rollout.prompt_tokens - 1);
     let mut rows = RouteRows::with_capacity(dims, n_inputs);
-    let (mut ids, mut bytes) = (vec![0; dims.row_ids()], vec![0; dims.row_bytes()]);
-    for t in 0..n_inputs {
-        record.write_row(t, &mut ids);
-        write_ids(&ids, dims.width(), &mut bytes);
-        rows.append(&bytes);
-    }
+    rows.append(record.rows());
     rollout.routes = Some(rows);
     rollout
 }

@@ -2,7 +2,7 @@
 //!
 //! All are over trained tokens (mask 1). `Δ = policy - rollout` in nats and `ρ = exp(Δ)`.
 
-use r3_kernels::router::RouteRecord;
+use r3_kernels::route_record::RouteRecord;
 
 /// Accumulates the mismatch over micro-batches, in f64.
 #[derive(Clone, Debug, Default)]
@@ -106,7 +106,8 @@ impl Mismatch {
         let top_k = layer_ids / n_tokens;
         let mut differing = vec![0_usize; n_tokens];
         for (layer, recorded) in rollout.chunks_exact(layer_ids).enumerate() {
-            let rows = native.layer(layer).chunks_exact(top_k).zip(recorded.chunks_exact(top_k));
+            let native = native.layer(layer);
+            let rows = native.chunks_exact(top_k).zip(recorded.chunks_exact(top_k));
             for (count, (native, recorded)) in differing.iter_mut().zip(rows) {
                 *count += usize::from(!same_set(native, recorded));
             }
@@ -301,7 +302,7 @@ mod tests {
     /// A record of two layers, three tokens, top 2 of 4.
     fn native() -> RouteRecord {
         let config = RouterConfig { n_experts: 4, top_k: 2, norm_topk_prob: true };
-        let mut record = RouteRecord::new(2, 2);
+        let mut record = RouteRecord::new(2, config);
         record.start(3);
         let scores = [9., 8., 0., 0., 0., 9., 8., 0., 0., 0., 9., 8.]; // {0, 1}, {1, 2}, {2, 3}
         for layer in 0..2 {

@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use candle_core::{Device, Tensor};
 use r3_core::ids::TokenId;
-use r3_kernels::router::{RouteRecord, Routing};
+use r3_kernels::route_record::RouteRecord;
+use r3_kernels::router::Routing;
 use r3_model::autograd::{Packed, Policy};
 use r3_recipe::learning::Sft;
 
@@ -52,12 +53,12 @@ impl SftTrainer {
     /// A trainer that has made no step; a forward takes at most `micro_batch_tokens` inputs.
     #[must_use]
     pub fn new(policy: Policy, sft: &Sft, micro_batch_tokens: usize) -> Self {
-        let dims = policy.config().route_dims();
+        let record = RouteRecord::new(policy.config().route_dims().n_layers, policy.config().router());
         Self {
             learner: Learner::new(policy, AdamWConfig::of_sft(sft)),
             load_balance: sft.load_balance,
             micro_batch_tokens,
-            record: RouteRecord::new(dims.n_layers, dims.top_k),
+            record,
         }
     }
 
@@ -157,7 +158,7 @@ impl SftTrainer {
         self.record.start(tokens.len());
         let output = self.learner.policy.logprobs(&packed, &mut Routing::Record(&mut self.record), 1.0)?;
         for layer in 0..loads.n_layers() {
-            loads.add(layer, self.record.layer(layer));
+            loads.add(layer, &self.record.layer(layer));
         }
         Ok((output.logprobs, output.router_scores))
     }

@@ -5,7 +5,8 @@ use std::path::Path;
 
 use candle_core::Device;
 use r3_core::ids::PolicyVersion;
-use r3_kernels::router::{RouteRecord, Routing};
+use r3_kernels::route_record::RouteRecord;
+use r3_kernels::router::Routing;
 use r3_model::autograd::{Packed, Policy, PolicyOutput};
 use r3_recipe::learning::Algorithm;
 
@@ -89,13 +90,13 @@ impl Trainer {
     /// sampled from.
     #[must_use]
     pub fn new(policy: Policy, algorithm: &Algorithm, config: AdamWConfig, temperature: f32) -> Self {
-        let dims = policy.config().route_dims();
+        let native = RouteRecord::new(policy.config().route_dims().n_layers, policy.config().router());
         Self {
             learner: Learner::new(policy, config),
             objective: Objective::from(algorithm),
             temperature,
             micro: MicroBatch::default(),
-            native: RouteRecord::new(dims.n_layers, dims.top_k),
+            native,
         }
     }
 
@@ -319,16 +320,13 @@ impl Measured {
         self.mismatch.add_routes(native, &micro.routes, &fresh);
         let n_layers = loads.n_layers();
         for layer in 0..n_layers {
-            loads.add(
-                layer,
-                match self.routes {
-                    RoutesUse::Replay => {
-                        let layer_ids = micro.routes.len() / n_layers;
-                        &micro.routes[layer * layer_ids..][..layer_ids]
-                    }
-                    RoutesUse::Diagnose | RoutesUse::None => native.layer(layer),
-                },
-            );
+            match self.routes {
+                RoutesUse::Replay => {
+                    let layer_ids = micro.routes.len() / n_layers;
+                    loads.add(layer, &micro.routes[layer * layer_ids..][..layer_ids]);
+                }
+                RoutesUse::Diagnose | RoutesUse::None => loads.add(layer, &native.layer(layer)),
+            }
         }
     }
 

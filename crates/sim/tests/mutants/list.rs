@@ -25,15 +25,16 @@ const SEQUENCE: &str = "crates/scheduler/src/sequence.rs";
 const TRACE: &str = "crates/scheduler/src/trace.rs";
 const ENGINE: &str = "crates/sim/src/hash_engine.rs";
 
-const RECORD: &str = "if let Some(trace) = &mut sequence.trace {
-                    trace.extend(position, row);
-                }";
+const RECORD: &str = "sequence.record(chunk, of_chunk, &mut self.kv, self.config.block_tokens);";
+const TRACE_ROWS: &str = "if let Some(trace) = &mut self.trace {
+            trace.extend(chunk.start, rows);
+        }";
 const APPEND: &str = "if let Some(new) = rows.get(held_bytes..) {
             self.rows.append(new);
         }";
 const WRITE: &str = "self.adopt(block, stamp);
-        let at = self.byte_range(block, offset..offset + 1);
-        write_ids(ids, self.dims.width(), &mut self.bytes[at]);";
+        let at = self.byte_range(block, slots.clone());
+        self.bytes[at].copy_from_slice(rows);";
 const EVICT_ALL: &str = "while let Some(block) = self.cache.as_mut().and_then(PrefixCache::evict) {
             self.pool.give_back(block);
         }
@@ -58,8 +59,9 @@ pub(crate) const MUTANTS: [Mutant; 36] = [
         edits: &[
             Edit {
                 file: SCHEDULER,
-                find: "chunk.first_row + at",
-                replace: "0",
+                find: RECORD,
+                replace: "let firsts = rows[..row_bytes].repeat(chunk.n_tokens);
+                sequence.record(chunk, &firsts, &mut self.kv, self.config.block_tokens);",
             },
         ],
     },
@@ -69,8 +71,9 @@ pub(crate) const MUTANTS: [Mutant; 36] = [
         edits: &[
             Edit {
                 file: SCHEDULER,
-                find: "chunk.first_row + at",
-                replace: "chunk.first_row + at.saturating_sub(1)",
+                find: RECORD,
+                replace: "let (first, late) = (&of_chunk[..row_bytes], &of_chunk[..of_chunk.len() - row_bytes]);
+                sequence.record(chunk, &[first, late].concat(), &mut self.kv, self.config.block_tokens);",
             },
         ],
     },
@@ -79,11 +82,11 @@ pub(crate) const MUTANTS: [Mutant; 36] = [
         faults: &[3, 8],
         edits: &[
             Edit {
-                file: SCHEDULER,
-                find: RECORD,
+                file: SEQUENCE,
+                find: TRACE_ROWS,
                 replace: "if chunk.start == 0 {
-                    sequence.trace.iter_mut().for_each(|trace| trace.extend(position, row));
-                }",
+            self.trace.iter_mut().for_each(|trace| trace.extend(0, rows));
+        }",
             },
             Edit {
                 file: TRACE,
@@ -105,9 +108,11 @@ pub(crate) const MUTANTS: [Mutant; 36] = [
                 file: POOL,
                 find: WRITE,
                 replace: "self.stamps[block.index()] = stamp;
-        if !self.is_valid(block, offset) {
-            let at = self.byte_range(block, offset..offset + 1);
-            write_ids(ids, self.dims.width(), &mut self.bytes[at]);
+        for (slot, row) in slots.clone().zip(rows.chunks_exact(self.dims.row_bytes())) {
+            if self.validity(block, slot..slot + 1).all(|(word, bits)| self.valid[word] & bits == 0) {
+                let at = self.byte_range(block, slot..slot + 1);
+                self.bytes[at].copy_from_slice(row);
+            }
         }",
             },
         ],
@@ -229,8 +234,9 @@ pub(crate) const MUTANTS: [Mutant; 36] = [
         edits: &[
             Edit {
                 file: ENGINE,
-                find: "rows[row].route(dims, out)",
-                replace: "rows[rows.len() - 1 - row].route(dims, out)",
+                find: "scheduler.record(routes_of(rows, dims).view().bytes());",
+                replace: "let rows: Vec<_> = rows.iter().rev().copied().collect();
+            scheduler.record(routes_of(&rows, dims).view().bytes());",
             },
         ],
     },
@@ -239,10 +245,10 @@ pub(crate) const MUTANTS: [Mutant; 36] = [
         faults: &[17],
         edits: &[
             Edit {
-                file: SCHEDULER,
-                find: RECORD,
-                replace: "sequence.trace.iter_mut().for_each(|trace| trace.extend(position, row));
-                self.kv.record(BlockId(0), 0, &self.route_ids);",
+                file: SEQUENCE,
+                find: TRACE_ROWS,
+                replace: "self.trace.iter_mut().for_each(|trace| trace.extend(chunk.start, rows));
+        kv.record(BlockId(0), 0, &rows[..rows.len() / chunk.n_tokens]);",
             },
         ],
     },
