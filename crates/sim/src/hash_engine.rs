@@ -68,6 +68,9 @@ pub struct HashEngine {
     digest: u64,
     /// No tick has been since the last flush, so nobody is in the way of the oldest request.
     is_oldest_next: bool,
+    /// Which request was the oldest when it last computed something as such, and the tokens it then had. Nobody may
+    /// take those from it.
+    oldest: Option<(SequenceId, usize)>,
 }
 
 impl HashEngine {
@@ -90,6 +93,7 @@ impl HashEngine {
             samples: Vec::new(),
             digest: 0,
             is_oldest_next: false,
+            oldest: None,
         }
     }
 
@@ -117,8 +121,8 @@ impl HashEngine {
             let before = std::mem::replace(&mut written[slot as usize], self.n_ticks);
             assert_ne!(before, self.n_ticks, "slot {slot} is written twice");
         }
+        let oldest = known.keys().next().copied();
         if std::mem::take(&mut self.is_oldest_next) {
-            let oldest = known.keys().next().copied();
             let is_planned = plan.chunks.iter().any(|chunk| Some(chunk.sequence) == oldest);
             assert!(is_planned, "{oldest:?} waits after a flush, although it is the oldest");
         }
@@ -127,6 +131,11 @@ impl HashEngine {
             self.digest = mix(self.digest ^ sequence.0 ^ (start as u64) << 32);
             assert!(n_tokens > 0 && first_row == rows.len(), "chunks cover the rows in order");
             let known = known.get_mut(&sequence).expect("a planned request was submitted and has not ended");
+            if Some(sequence) == oldest {
+                let before = self.oldest.replace((sequence, start + n_tokens));
+                let is_kept = before.is_none_or(|(before, end)| before != sequence || end == start);
+                assert!(is_kept, "{sequence} is the oldest, and was preempted");
+            }
             known.states(self.version, start + n_tokens);
             let table = scheduler.block_table(sequence);
             let slot_of = |position: usize| {
@@ -174,6 +183,7 @@ impl HashEngine {
         }
         let copies = &scheduler.tick_plan().copies_after_forward;
         assert_eq!(copies.from.len(), copies.to.len());
+        assert!(copies.from.iter().all(|from| !copies.to.contains(from)), "a copy is copied in one tick");
         for (&from, &to) in copies.from.iter().zip(&copies.to) {
             kv[to as usize] = kv[from as usize];
         }
@@ -182,7 +192,16 @@ impl HashEngine {
     fn sample(&mut self) {
         let Self { scheduler, version, rows, known, samples, .. } = self;
         samples.clear();
-        for site in &scheduler.tick_plan().samples {
+        let plan = scheduler.tick_plan();
+        for site in &plan.samples {
+            let at = plan.chunks.partition_point(|chunk| chunk.first_row <= site.row);
+            let chunk = plan.chunks[at - 1];
+            let has_logits = match chunk.wants {
+                Logits::None => false,
+                Logits::Last => site.row + 1 == chunk.first_row + chunk.n_tokens,
+                Logits::All => true,
+            };
+            assert!(has_logits, "{} samples from row {}, which has no logits", site.sequence, site.row);
             let known = known.get_mut(&site.sequence).expect("whoever samples has not ended");
             let seen = scheduler.sequence(site.sequence);
             assert_eq!(
@@ -205,8 +224,8 @@ impl Subject for HashEngine {
         for (index, &id) in (0..).zip(&ids) {
             let tokens = request.prompt.to_vec();
             let prompt_tokens = tokens.len();
-            let known = Known { group: request.group, index, prompt_tokens, tokens, states: Vec::new() };
-            self.known.insert(id, known);
+            let (group, states) = (request.group, Vec::new());
+            self.known.insert(id, Known { group, index, prompt_tokens, tokens, states });
         }
         Ok(ids)
     }
@@ -269,6 +288,7 @@ impl Subject for HashEngine {
     }
 
     fn retract(&mut self, id: SequenceId) -> bool {
+        self.oldest = self.oldest.filter(|&(oldest, _)| oldest != id);
         self.scheduler.retract(id)
     }
 
@@ -281,6 +301,7 @@ impl Subject for HashEngine {
     fn flush(&mut self) {
         self.scheduler.flush(self.scheduler.epoch() + 1).expect("the epoch moves forward");
         self.is_oldest_next = true;
+        self.oldest = None;
         let stats = self.scheduler.stats();
         let findable = (stats.n_held_blocks, stats.n_idle_blocks, stats.n_indexed_blocks);
         assert_eq!(findable, (0, 0, 0), "blocks held, idle and indexed after a flush");

@@ -41,7 +41,7 @@ const EVICT_ALL: &str = "while let Some(block) = self.cache.as_mut().and_then(Pr
         assert_eq!(self.pool.free().len(), self.pool.n_blocks(), \"nobody holds a block during a flush\");";
 const STALE_EPOCH: &str = "return Err(SchedulerError::StaleEpoch { epoch, current: self.kv.epoch() });";
 
-pub(crate) const MUTANTS: [Mutant; 36] = [
+pub(crate) const MUTANTS: [Mutant; 38] = [
     Mutant {
         name: "the last row of a prefill is cut off",
         faults: &[1],
@@ -487,6 +487,28 @@ pub(crate) const MUTANTS: [Mutant; 36] = [
                 file: SCHEDULER,
                 find: "family.leader = family.leader.filter(|&leader| leader != id);",
                 replace: "let _ = &family;",
+            },
+        ],
+    },
+    Mutant {
+        name: "the oldest is preempted first",
+        faults: &[46],
+        edits: &[
+            Edit {
+                file: PLANNER,
+                find: r#"self.running.pop().expect("somebody asked for a block")"#,
+                replace: "self.running.remove(0)",
+            },
+        ],
+    },
+    Mutant {
+        name: "logits are left out of a chunk that is sampled from",
+        faults: &[],
+        edits: &[
+            Edit {
+                file: PLANNER,
+                find: "end == sequence.tokens.len() && sequence.max_new_tokens > 0",
+                replace: "false",
             },
         ],
     },
