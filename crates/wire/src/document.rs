@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 use crate::array::Element;
 use crate::check::Sample;
-use crate::error::{Fault, WireError};
+use crate::error::{Fault, WireError, quoted};
 use crate::layout::Layout;
 use crate::model::ModelShape;
 use crate::r3_file::{self, json_error};
@@ -156,7 +156,12 @@ impl<'a> Found<'a> {
             sample.n_tokens = Some(prompt.saturating_add(completion));
         }
         if let (Some(prompt), Some(completion)) = (prompt, completion) {
-            record.tokens = Some([prompt, completion].concat());
+            let tokens = [prompt, completion].concat();
+            if record.prompt_tokens == Some(0) {
+                let n_tokens = tokens.len();
+                return Err(sample.refuse(Fault::Prompt { prompt_tokens: 0, cached_tokens: 0, n_tokens }));
+            }
+            record.tokens = Some(tokens);
         }
         sample.sampled = sample.n_tokens.is_none() || sample.n_tokens != record.prompt_tokens;
         if let (Some(start), Some(end), true) = (record.prompt_tokens, sample.n_tokens, sample.sampled) {
@@ -172,7 +177,11 @@ impl<'a> Found<'a> {
                 let payload: prime_rl::Payload =
                     serde_json::from_value(payload.clone()).map_err(|error| {
                         let needed = "an object of data, shape, start and dtype";
-                        sample.refuse(Fault::Key { key: "routed_experts", found: error.to_string(), needed })
+                        sample.refuse(Fault::Key {
+                            key: "routed_experts",
+                            found: quoted(&error.to_string()),
+                            needed,
+                        })
                     })?;
                 sample.start = payload.start;
                 prime_rl::read(&payload, model, &sample)?

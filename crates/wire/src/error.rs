@@ -19,6 +19,15 @@ pub enum WireError {
     Sample { layout: Layout, sample: usize, fault: Fault },
 }
 
+/// Characters of somebody's file that a refusal quotes at most.
+const QUOTED_CHARS: usize = 160;
+
+/// `text` of somebody's file as a refusal may quote it: not at any length, and without what would move a cursor.
+pub(crate) fn quoted(text: &str) -> String {
+    let shown = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
+    text.chars().take(QUOTED_CHARS).map(shown).collect()
+}
+
 /// Why a model cannot be as it is described.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "the message of each variant says what its fields are")]

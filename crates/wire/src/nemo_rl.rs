@@ -14,7 +14,7 @@ use r3_core::routes::{RouteRows, RouteView};
 
 use crate::array::{Array, Element, LayerAxis, padding_fault, write_all_layers, write_padding_row};
 use crate::check::Sample;
-use crate::error::{Fault, WireError};
+use crate::error::{Fault, WireError, quoted};
 use crate::model::ModelShape;
 use crate::vllm::decode;
 
@@ -33,8 +33,7 @@ pub fn read(text: &str, model: &ModelShape, sample: &Sample) -> Result<RouteRows
     let element = match Element::from_name(dtype) {
         Some(element @ (Element::Int8 | Element::Int16 | Element::Int32)) => element,
         _ => {
-            let fault =
-                Fault::Dtype { found: dtype.chars().take(16).collect(), allowed: "int8, int16, int32" };
+            let fault = Fault::Dtype { found: quoted(dtype), allowed: "int8, int16, int32" };
             return Err(sample.refuse(fault));
         }
     };

@@ -6,7 +6,7 @@
 
 use crate::array::{Array, Element};
 use crate::check::Sample;
-use crate::error::{Fault, WireError};
+use crate::error::{Fault, WireError, quoted};
 
 /// What every such file starts with.
 pub const MAGIC: &[u8] = b"\x93NUMPY";
@@ -78,7 +78,7 @@ pub(crate) fn read<'a>(file: &'a [u8], sample: &Sample) -> Result<Array<'a>, Wir
     let found = entry("descr").ok_or_else(|| refuse("its header has no `descr`"))?.trim_matches(['\'', '"']);
     let Some(element) = Element::ALL.into_iter().find(|element| description(*element) == found) else {
         let allowed = "|i1, |u1, <i2, <u2, <i4, <u4, <i8";
-        return Err(sample.refuse(Fault::Dtype { found: found.chars().take(16).collect(), allowed }));
+        return Err(sample.refuse(Fault::Dtype { found: quoted(found), allowed }));
     };
     if entry("fortran_order") != Some("False") {
         return Err(refuse("it is not in C order"));

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::array::{Array, Element, LayerAxis, write_all_layers};
 use crate::check::Sample;
-use crate::error::{Fault, WireError};
+use crate::error::{Fault, WireError, quoted};
 use crate::model::ModelShape;
 use crate::vllm::decode;
 
@@ -37,7 +37,7 @@ pub struct Payload {
 pub fn read(payload: &Payload, model: &ModelShape, sample: &Sample) -> Result<RouteRows, WireError> {
     let sample = &Sample { start: payload.start, ..sample.clone() };
     let Some(element) = Element::from_name(&payload.dtype) else {
-        let found = payload.dtype.chars().take(16).collect();
+        let found = quoted(&payload.dtype);
         let allowed = "int8, uint8, int16, uint16, int32, uint32, int64";
         return Err(sample.refuse(Fault::Dtype { found, allowed }));
     };

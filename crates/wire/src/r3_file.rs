@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize, Serializer};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::check::Sample;
-use crate::error::{Fault, WireError};
+use crate::error::{Fault, WireError, quoted};
 use crate::layout::Layout;
 use crate::model::checked_dims;
 use crate::record::{Record, RecordView, Routes, RoutesView};
@@ -285,21 +285,45 @@ pub fn read(line: &[u8], number: usize) -> Result<Record, WireError> {
 pub(crate) fn json_error(layout: Layout, error: &serde_json::Error) -> WireError {
     let message = error.to_string();
     let place = format!(" at line {} column {}", error.line(), error.column());
-    let reason = message.strip_suffix(&place).unwrap_or(&message).to_owned();
+    let reason = quoted(message.strip_suffix(&place).unwrap_or(&message));
     WireError::Json { layout, line: error.line(), column: error.column(), reason }
 }
 
 fn finish_reason(finish: &str, sample: &Sample) -> Result<FinishReason, WireError> {
     let known = [FinishReason::Stop, FinishReason::Length, FinishReason::Abort];
     known.into_iter().find(|reason| reason.to_string() == finish).ok_or_else(|| {
-        let found = finish.chars().take(32).collect();
+        let found = quoted(finish);
         sample.refuse(Fault::Key { key: "finish", found, needed: "stop, length or abort" })
     })
 }
 
 /// What a record says of its tokens fits them.
 fn check_lengths(record: &Record, sample: &Sample) -> Result<(), WireError> {
-    let Some(n_tokens) = record.tokens.as_ref().map(Vec::len) else { return Ok(()) };
+    let n_tokens = record.tokens.as_ref().map(Vec::len);
+    let first = record.prompt_tokens.or(n_tokens).unwrap_or(0);
+    if let Some(n_tokens) = n_tokens {
+        check_token_counts(record, n_tokens, sample)?;
+    }
+    for (n, &logprob) in record.rollout_logprobs.iter().flatten().enumerate() {
+        if !logprob.is_finite() {
+            return Err(sample.refuse(Fault::Logprob { position: first.saturating_add(n), logprob }));
+        }
+    }
+    if let Some(score) = record.reward.and_then(Reward::score).filter(|score| !score.is_finite()) {
+        let (found, needed) = (score.to_string(), "a finite number, or null if it failed");
+        return Err(sample.refuse(Fault::Key { key: "reward", found, needed }));
+    }
+    let mut free_from = first;
+    for (turn, &Range { start, end }) in record.turns.iter().enumerate() {
+        if start < free_from || start >= end || n_tokens.is_some_and(|n_tokens| end > n_tokens) {
+            return Err(sample.refuse(Fault::Turn { turn, start, end }));
+        }
+        free_from = end;
+    }
+    Ok(())
+}
+
+fn check_token_counts(record: &Record, n_tokens: usize, sample: &Sample) -> Result<(), WireError> {
     let (prompt_tokens, cached_tokens) = (record.prompt_tokens.unwrap_or(n_tokens), record.cached_tokens);
     if prompt_tokens == 0 || prompt_tokens > n_tokens || cached_tokens > prompt_tokens {
         return Err(sample.refuse(Fault::Prompt { prompt_tokens, cached_tokens, n_tokens }));
@@ -314,19 +338,6 @@ fn check_lengths(record: &Record, sample: &Sample) -> Result<(), WireError> {
             return Err(sample.refuse(Fault::PerToken { key, found, expected }));
         }
     }
-    let logprobs = record.rollout_logprobs.iter().flatten().zip(prompt_tokens..);
-    for (&logprob, position) in logprobs {
-        if !logprob.is_finite() {
-            return Err(sample.refuse(Fault::Logprob { position, logprob }));
-        }
-    }
-    let mut free_from = prompt_tokens;
-    for (turn, &Range { start, end }) in record.turns.iter().enumerate() {
-        if start < free_from || start >= end || end > n_tokens {
-            return Err(sample.refuse(Fault::Turn { turn, start, end }));
-        }
-        free_from = end;
-    }
     Ok(())
 }
 
@@ -334,7 +345,7 @@ fn read_routes(routes: RoutesIn, tokens: Option<&[TokenId]>, sample: &Sample) ->
     let dims = checked_dims(&routes.layer_ids, routes.top_k, routes.n_experts);
     let dims = dims.map_err(|error| sample.refuse(error.into()))?;
     if routes.dtype != dtype(dims.width()) {
-        let found = routes.dtype.chars().take(16).collect();
+        let found = quoted(&routes.dtype);
         return Err(sample.refuse(Fault::Dtype { found, allowed: dtype(dims.width()) }));
     }
     let digest = hash(routes.token_digest.as_deref(), "token_digest", sample)?;
@@ -383,7 +394,7 @@ fn hash(text: Option<&str>, key: &'static str, sample: &Sample) -> Result<Option
     match digits.then(|| u64::from_str_radix(text, 16).ok()).flatten() {
         Some(hash) => Ok(Some(hash)),
         None => {
-            let found = text.chars().take(32).collect();
+            let found = quoted(text);
             Err(sample.refuse(Fault::Key { key, found, needed: "16 hexadecimal digits" }))
         }
     }

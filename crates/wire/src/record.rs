@@ -177,7 +177,8 @@ impl Record {
     pub fn n_tokens(&self) -> Option<usize> {
         let counted = self.tokens.as_ref().map(Vec::len);
         // Who sends rows alone sampled at least one token.
-        let routed = || self.routes.as_ref().map(|routes| routes.start + routes.rows.rows() + 1);
+        let routed =
+            || self.routes.as_ref().map(|routes| routes.start.saturating_add(routes.rows.rows() + 1));
         counted.or_else(routed)
     }
 

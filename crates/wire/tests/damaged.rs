@@ -1,0 +1,85 @@
+//! Files that contradict themselves where a schema would not notice.
+
+use r3_wire::check::Sample;
+use r3_wire::document::{Reading, read};
+use r3_wire::error::{Fault, WireError};
+use r3_wire::layout::Layout;
+use r3_wire::model::ModelShape;
+use r3_wire::record::Record;
+use r3_wire::{nemo_rl, r3_file};
+use serde_json::{Value, json};
+
+/// Reads a line of r3's own file that says `keys` and nothing of tokens.
+fn line(keys: &Value) -> Result<Record, WireError> {
+    let mut line = json!({ "r3": 1, "group": 0, "index": 0 });
+    line.as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
+    r3_file::read(line.to_string().as_bytes(), 0)
+}
+
+fn fault(keys: &Value) -> Fault {
+    match line(keys) {
+        Err(WireError::Sample { fault, .. }) => fault,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn turns_are_checked_without_tokens_too() {
+    assert_eq!(line(&json!({ "turns": [[2, 4], [5, 6]] })).unwrap().turns, [2..4, 5..6]);
+    for (turns, turn, start, end) in
+        [(json!([[3, 3]]), 0, 3, 3), (json!([[4, 2]]), 0, 4, 2), (json!([[2, 4], [3, 6]]), 1, 3, 6)]
+    {
+        assert_eq!(fault(&json!({ "turns": turns })), Fault::Turn { turn, start, end });
+    }
+}
+
+#[test]
+fn numbers_that_f32_makes_infinite_are_refused_without_tokens_too() {
+    assert!(matches!(fault(&json!({ "logprobs": [-1.0, -1e300] })), Fault::Logprob { position: 1, .. }));
+    let tokens = json!({ "tokens": [1, 2, 3], "prompt_tokens": 1, "logprobs": [-1.0, -1e300] });
+    assert!(matches!(fault(&tokens), Fault::Logprob { position: 2, .. }));
+    assert!(matches!(fault(&json!({ "reward": 1e300 })), Fault::Key { key: "reward", .. }));
+}
+
+#[test]
+fn a_start_at_the_end_of_the_address_space_can_be_computed_with() {
+    let routes = json!({ "rows": 1, "start": usize::MAX, "layer_ids": [0], "top_k": 1, "n_experts": 4,
+        "dtype": "u8", "data": "Aw==" });
+    assert_eq!(line(&json!({ "routed_experts": routes })).unwrap().n_tokens(), Some(usize::MAX));
+}
+
+#[test]
+fn an_answer_without_a_prompt_is_refused() {
+    let model = ModelShape::new(1, vec![0], 1, 4).unwrap();
+    let reading = Reading { layout: Layout::Sglang, model: Some(&model), start: 0 };
+    let answer = json!({ "prompt_token_ids": [], "token_ids": [7], "routed_experts": "" });
+    match read(answer.to_string().as_bytes(), &reading) {
+        Err(WireError::Sample { fault: Fault::Prompt { prompt_tokens: 0, n_tokens: 1, .. }, .. }) => {}
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn what_a_refusal_quotes_moves_no_cursor() {
+    let wild = "\u{7f}\u{9b}2J\n";
+    let model = ModelShape::new(1, vec![0], 1, 4).unwrap();
+    let errors = [
+        line(&json!({ "finish": wild })).unwrap_err(),
+        line(
+            &json!({ "routed_experts": { "rows": 1, "start": 0, "layer_ids": [0], "top_k": 1, "n_experts": 4,
+            "dtype": wild, "data": "" } }),
+        )
+        .unwrap_err(),
+        line(&json!({ "tokens": wild })).unwrap_err(),
+        nemo_rl::read(&format!("nrlre1:{wild}:1x1x1:"), &model, &Sample::new(Layout::NemoRl, 0)).unwrap_err(),
+        read(
+            json!({ "data": "", "shape": wild, "start": 0, "dtype": "int8" }).to_string().as_bytes(),
+            &Reading { layout: Layout::PrimeRl, model: Some(&model), start: 0 },
+        )
+        .unwrap_err(),
+    ];
+    for error in errors {
+        let message = error.to_string();
+        assert!(!message.contains(char::is_control), "{message:?}");
+    }
+}
