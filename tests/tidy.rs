@@ -45,7 +45,7 @@ const ARROWS: [(&str, &[&str]); 15] = [
             "r3-kernels",
         ],
     ),
-    ("fuzz", &["r3-core", "r3-kernels", "r3-recipe", "r3-ring", "r3-model", "r3-engine"]),
+    ("fuzz", &["r3-core", "r3-kernels", "r3-recipe", "r3-ring", "r3-wire", "r3-model", "r3-engine"]),
     ("crates/cli", &["r3-orchestrator", "r3-recipe", "r3-telemetry", "r3-kernels"]),
 ];
 

@@ -7,7 +7,10 @@ use std::fs;
 use std::io::Result;
 use std::path::{Path, PathBuf};
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use r3_fuzz::frame::frame_of;
+use r3_wire::npy;
 use serde_json::{Map, Value, json};
 
 fn root() -> PathBuf {
@@ -24,8 +27,10 @@ fn main() -> Result<()> {
     frames()?;
     recipes()?;
     arguments()?;
+    values()?;
     configs()?;
-    rows()
+    rows()?;
+    files()
 }
 
 /// Bytes of rollouts: prompt, sampled tokens, then as `Parts` draws them.
@@ -121,6 +126,29 @@ fn arguments() -> Result<()> {
     Ok(())
 }
 
+/// Five numbers, three counts, two token ids, and texts that YAML takes for something else.
+fn values() -> Result<()> {
+    for (seed, texts) in [
+        "models/a\0runs/b\0t.jsonl\0e.jsonl\0prompt\0answer",
+        "off\0null\0~\0 1e3\0a: b\0# c",
+        "0x10\0- a\0a\n\nb\n\0\u{85}a\0\u{feff}\0\u{7f}\u{2028}",
+        "'\0\"\0\\\0\ta\t\0...\0<<",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let numbers = [0.7, 3e-6, 0.9, 0.999, 0.01].map(f64::to_le_bytes).concat();
+        let counts = [u64::MAX, seed as u64, 3 << 30].map(u64::to_le_bytes).concat();
+        let ids = [&[2][..], &7_u32.to_le_bytes(), &9_u32.to_le_bytes()].concat();
+        write(
+            "recipe_values",
+            &format!("seed-{seed}"),
+            [&numbers, &counts, &ids, texts.as_bytes()].concat(),
+        )?;
+    }
+    write("recipe_values", "seed-not-finite", [0xff; 99])
+}
+
 fn configs() -> Result<()> {
     let text = fs::read_to_string(root().join("assets/tiny-moe/config.json"))?;
     write("model_config", "seed-tiny-moe.json", &text)?;
@@ -163,4 +191,92 @@ fn rows() -> Result<()> {
     write("route_rows", "seed-zeros", [1, 7, 0, 1, 2, 0, 0, 0, 0, 0, 0, 0, 0])?;
     write("route_rows", "seed-ragged", [1, 7, 0, 1, 2, 3, 1, 0])?;
     write("route_rows", "seed-none", [1, 7, 0, 1, 0])
+}
+
+/// Layout, model and start, and a file of that layout: two MoE layers of four, top 2 of 8.
+fn files() -> Result<()> {
+    let rows: Vec<u8> = [[1, 0, 3, 7], [2, 5, 4, 6], [7, 1, 0, 2]].concat();
+    let all_layers = |dense: u8| -> Vec<u8> {
+        rows.chunks(4).flat_map(|row| [dense, dense, row[0], row[1], dense, dense, row[2], row[3]]).collect()
+    };
+    let wide = |bytes: &[u8], width: usize| -> Vec<u8> {
+        let sign = |id: u8| if id == 0xff { 0xff } else { 0 };
+        bytes.iter().flat_map(|&id| (0..width).map(move |at| if at == 0 { id } else { sign(id) })).collect()
+    };
+    let base64 = |bytes: &[u8]| STANDARD.encode(bytes);
+    let numpy = |dense| {
+        let header = "{'descr': '<i2', 'fortran_order': False, 'shape': (3, 4, 2), }\n";
+        let ids = wide(&all_layers(dense), 2);
+        [npy::MAGIC, &[1, 0, header.len() as u8, 0], header.as_bytes(), &ids].concat()
+    };
+    let padded = [&all_layers(0)[..], &[0, 1].repeat(4)].concat();
+    let sglang = base64(&wide(&all_layers(0), 4));
+    for (name, layout, file) in [
+        ("vllm.npy", 0, numpy(0)),
+        (
+            "vllm.json",
+            0,
+            json!({ "prompt_token_ids": [5, 6], "choices": [{ "index": 0, "finish_reason": "stop", "token_ids": [7, 8],
+                "routed_experts": base64(&numpy(0)) }] })
+            .to_string()
+            .into(),
+        ),
+        ("atom.npy", 1, numpy(0xff)),
+        ("sglang", 2, sglang.clone().into()),
+        (
+            "sglang.json",
+            2,
+            json!({ "output_ids": [7, 8], "meta_info": { "prompt_tokens": 2, "completion_tokens": 2,
+                "finish_reason": { "type": "length" }, "routed_experts": sglang } })
+            .to_string()
+            .into(),
+        ),
+        ("nemo-rl", 3, format!("nrlre1:int8:4x4x2:{}", base64(&padded)).into()),
+        (
+            "prime-rl.json",
+            4,
+            json!({ "data": base64(&rows), "shape": [3, 2, 2], "start": 0, "dtype": "uint8" }).to_string().into(),
+        ),
+        (
+            "no-prompt.json",
+            2,
+            json!({ "prompt_token_ids": [], "token_ids": [7], "routed_experts": "" }).to_string().into(),
+        ),
+        ("never-captured", 2, base64(&[0; 96]).into()),
+    ] {
+        write("wire_foreign", &format!("seed-{name}"), [&[layout, 0, 0], &file[..]].concat())?;
+    }
+    for (name, [layout, element, columns], array) in [
+        ("vllm", [0, 2, 0], wide(&all_layers(0), 2)),
+        ("sglang", [2, 4, 0], wide(&all_layers(0), 4)),
+        ("nemo-rl", [3, 0, 0], padded.clone()),
+        ("nemo-rl-moe", [3, 0, 1], [&rows[..], &[0, 1, 0, 1]].concat()),
+        ("prime-rl", [4, 1, 1], rows.clone()),
+        ("zeros", [0, 2, 0], vec![0; 48]),
+    ] {
+        let header = [layout, 0, 0, element, columns, 0];
+        write("wire_payloads", &format!("seed-{name}"), [&header[..], &array].concat())?;
+    }
+    lines(&rows)
+}
+
+/// r3's own file.
+fn lines(rows: &[u8]) -> Result<()> {
+    let routes = json!({ "rows": 3, "start": 0, "layer_ids": [1, 3], "top_k": 2, "n_experts": 8, "dtype": "u8",
+        "weight_epoch": 2, "model_hash": "00000000000000ff", "data": STANDARD.encode(rows), "validity": STANDARD.encode([7]) });
+    let line = json!({ "r3": 1, "group": 3, "index": 1, "finish": "stop", "prompt_tokens": 2, "cached_tokens": 1,
+        "turns": [[2, 4]], "reward": 0.5, "text": "4\n", "tokens": [5, 6, 7, 8], "logprobs": [-0.25, 0.0],
+        "versions": [2, 3], "routed_experts": routes });
+    write("wire_r3_lines", "seed-whole", format!("{line}\n"))?;
+    write(
+        "wire_r3_lines",
+        "seed-two-lines",
+        "{\"r3\":1,\"group\":0,\"index\":0}\n\n{\"r3\":1,\"group\":0,\"index\":1,\"reward\":null}",
+    )?;
+    write(
+        "wire_r3_lines",
+        "seed-no-tokens",
+        "{\"r3\":1,\"group\":0,\"index\":0,\"logprobs\":[-1.5],\"turns\":[[2,3]],\"reward\":1}",
+    )?;
+    write("wire_r3_lines", "seed-version", "{\"r3\":2,\"group\":0,\"index\":0}")
 }

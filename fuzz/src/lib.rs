@@ -14,6 +14,7 @@ pub mod input;
 pub mod recipe;
 pub mod routes;
 pub mod said;
+pub mod wire;
 
 /// Something to fuzz.
 #[derive(Clone, Copy, Debug)]
@@ -25,14 +26,18 @@ pub struct Target {
 }
 
 /// All targets.
-pub const TARGETS: [Target; 7] = [
+pub const TARGETS: [Target; 11] = [
     Target { name: "frame_bytes", body: frame::any_bytes },
     Target { name: "frame_resealed", body: frame::resealed },
     Target { name: "frame_round_trip", body: frame::round_trip },
     Target { name: "model_config", body: config::text },
     Target { name: "recipe", body: recipe::text },
     Target { name: "recipe_set", body: recipe::overrides },
+    Target { name: "recipe_values", body: recipe::values },
     Target { name: "route_rows", body: routes::rows },
+    Target { name: "wire_foreign", body: wire::foreign },
+    Target { name: "wire_payloads", body: wire::payloads },
+    Target { name: "wire_r3_lines", body: wire::r3_lines },
 ];
 
 /// The `main` of a target's binary: libFuzzer's, or, in an ordinary build, one that replays the files it is given.

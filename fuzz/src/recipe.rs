@@ -2,11 +2,14 @@
 
 use std::path::Path;
 
+use r3_recipe::bytes::Bytes;
 use r3_recipe::error::RecipeError;
 use r3_recipe::place::Place;
 use r3_recipe::recipe::{Loaded, Recipe, SftRecipe};
+use r3_recipe::task::{Jsonl, Reward, Task};
 
 use crate::bounded::bounded;
+use crate::input::Input;
 use crate::said::check_said;
 
 /// Name of the recipe in messages.
@@ -59,6 +62,42 @@ pub fn overrides(input: &[u8]) -> bool {
         }
     }
     loaded.is_ok()
+}
+
+/// A good recipe with numbers and texts made of the bytes.
+///
+/// # Panics
+/// If a property does not hold.
+pub fn values(input: &[u8]) -> bool {
+    let mut recipe = Recipe::load(Path::new(BASE), &[]).expect("a good recipe").recipe;
+    let mut input = Input(input);
+    let mut number = || f64::from_bits(input.u64());
+    recipe.rollout.temperature = number();
+    recipe.train.lr = number();
+    recipe.train.betas = [number(), number()];
+    recipe.train.weight_decay = number();
+    recipe.run.seed = input.u64();
+    recipe.run.save_every = input.u64();
+    recipe.engine.kv_memory = Bytes(input.u64());
+    recipe.rollout.stop_token_ids = Some((0..input.within(0, 3)).map(|_| input.u32()).collect());
+    let texts = String::from_utf8_lossy(input.0);
+    let mut texts = texts.split('\0').map(str::to_owned);
+    let mut text = || texts.next().unwrap_or_else(|| "text".into());
+    recipe.model.path = text().into();
+    recipe.run.out = text().into();
+    recipe.task = Task::Jsonl(Jsonl {
+        train: text().into(),
+        eval: Some(text().into()),
+        prompt_key: text(),
+        answer_key: text(),
+        held_out: 0,
+        reward: Reward::ExactMatch,
+    });
+    let is_good = recipe.check().is_ok();
+    if is_good {
+        check_recipe(&recipe);
+    }
+    is_good
 }
 
 fn check_recipe(recipe: &Recipe) {
