@@ -18,6 +18,10 @@ pub const WIDE: RouteDims = RouteDims { n_layers: 1, top_k: 3, n_experts: 257 };
 
 /// Tokens that several prompts begin with.
 const STEM_TOKENS: usize = 12;
+/// The same where blocks are large.
+const LONG_STEM_TOKENS: usize = 150;
+/// Sizes of large blocks: the validity bits of one fill a word, or not quite, or are in two.
+const LARGE_BLOCKS: [usize; 4] = [16, 63, 64, 70];
 
 impl Program {
     /// The program of `seed`: equal seeds give equal programs.
@@ -25,7 +29,9 @@ impl Program {
     pub fn from_seed(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
         let config = config(&mut rng);
-        let stems = [(); 2].map(|()| tokens(&mut rng, STEM_TOKENS));
+        let is_large = LARGE_BLOCKS.contains(&config.block_tokens);
+        let stem_tokens = if is_large { LONG_STEM_TOKENS } else { STEM_TOKENS };
+        let stems = [(); 2].map(|()| tokens(&mut rng, stem_tokens));
         // A few are long enough for states that take many steps to reach.
         let n_ops = if rng.one_in(10) { rng.between(25, 80) } else { rng.between(3, 24) };
         let mut ops = vec![submit(&mut rng, &config, &stems)];
@@ -37,6 +43,22 @@ impl Program {
 }
 
 fn config(rng: &mut Rng) -> SchedulerConfig {
+    let routes = match rng.below(12) {
+        0 => None,
+        1 => Some(WIDE),
+        _ => Some(NARROW),
+    };
+    let prefix_cache = !rng.one_in(4);
+    if rng.one_in(16) {
+        return SchedulerConfig {
+            block_tokens: LARGE_BLOCKS[rng.below(LARGE_BLOCKS.len())],
+            n_blocks: rng.between(3, 8),
+            max_running: rng.between(1, 6),
+            max_batch_tokens: rng.between(8, 200),
+            prefix_cache,
+            routes,
+        };
+    }
     let block_tokens = rng.between(1, 5);
     let (most_tokens, most_running) = if rng.one_in(5) { (120, 12) } else { (48, 6) };
     SchedulerConfig {
@@ -44,12 +66,8 @@ fn config(rng: &mut Rng) -> SchedulerConfig {
         n_blocks: rng.between(8, most_tokens).div_ceil(block_tokens),
         max_running: rng.between(1, most_running),
         max_batch_tokens: rng.between(1, 16),
-        prefix_cache: !rng.one_in(4),
-        routes: match rng.below(12) {
-            0 => None,
-            1 => Some(WIDE),
-            _ => Some(NARROW),
-        },
+        prefix_cache,
+        routes,
     }
 }
 
@@ -78,7 +96,7 @@ fn op(rng: &mut Rng, config: &SchedulerConfig, stems: &[Vec<TokenId>]) -> Op {
 }
 
 fn submit(rng: &mut Rng, config: &SchedulerConfig, stems: &[Vec<TokenId>]) -> Op {
-    let n_shared = rng.below(STEM_TOKENS + 1);
+    let n_shared = rng.below(stems[0].len() + 1);
     let n_own = rng.between(usize::from(n_shared == 0), 3);
     let mut prompt = stems[rng.below(stems.len())][..n_shared].to_vec();
     prompt.extend(tokens(rng, n_own));
