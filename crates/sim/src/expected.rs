@@ -84,7 +84,7 @@ impl Expected {
         self.tokens.len() - self.turn_start
     }
 
-    /// The token that a late reader has had a tick to notice.
+    /// Whether a late reader has had a tick to notice the token that ends this for it.
     #[must_use]
     pub fn is_past_its_stop(&self) -> bool {
         let sampled = &self.tokens[self.turn_start..];

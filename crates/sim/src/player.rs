@@ -270,9 +270,8 @@ impl<S: Subject> Player<S> {
         }
         assert!(done.is_empty(), "{done:?} have not ended");
         self.settle();
-        let late: Vec<_> = self.live.iter().filter(|(_, expected)| expected.is_past_its_stop()).collect();
-        let late: Vec<_> = late.into_iter().map(|(&id, _)| id).collect();
-        for id in late {
+        let late = |(&id, expected): (&SequenceId, &Expected)| expected.is_past_its_stop().then_some(id);
+        for id in self.live.iter().filter_map(late).collect::<Vec<_>>() {
             self.tally.late_stops += 1;
             self.abort(id);
         }
