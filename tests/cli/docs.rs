@@ -17,28 +17,36 @@ fn table_keys<'a>(page: &'a str, title: &str) -> Vec<&'a str> {
     section.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect()
 }
 
+/// The commands that a help text lists.
+fn commands(help: &str) -> Vec<&str> {
+    let commands = help.lines().skip_while(|line| *line != "Commands:").skip(1);
+    commands
+        .take_while(|line| !line.is_empty())
+        .filter_map(|line| line.strip_prefix("  ")?.split(' ').next())
+        .filter(|name| !name.is_empty() && *name != "help")
+        .collect()
+}
+
 #[test]
 fn every_command_and_option_is_on_the_page() {
     let page = page("cli.md");
     let directory = Directory::empty();
     let help = directory.done(&["--help"]);
-    let commands = help.lines().skip_while(|line| *line != "Commands:").skip(1);
-    let commands: Vec<&str> = commands
-        .take_while(|line| !line.is_empty())
-        .filter_map(|line| line.strip_prefix("  ")?.split(' ').next())
-        .filter(|name| !name.is_empty() && *name != "help")
-        .collect();
+    let commands = commands(&help);
     assert!(commands.len() >= 9, "{commands:?}");
-    for command in commands {
-        assert!(page.contains(&format!("\n## `r3 {command}")), "{command}");
-        let help = directory.done(&[command, "--help"]);
+    let nested = directory.done(&["routes", "--help"]);
+    let nested = self::commands(&nested).into_iter().map(|command| vec!["routes", command]);
+    for command in commands.into_iter().map(|command| vec![command]).chain(nested) {
+        let title = command.join(" ");
+        assert!(page.contains(&format!("# `r3 {title}")), "{title}");
+        let help = directory.done(&[&command[..], &["--help"]].concat());
         let options = help
             .split_whitespace()
             .filter(|word| word.starts_with("--"))
             .map(|word| word.trim_end_matches(","));
         for option in options.filter(|option| *option != "--help" && *option != "--version") {
             let option = option.trim_end_matches(|c: char| !c.is_alphanumeric());
-            assert!(page.contains(option), "{command} {option}");
+            assert!(page.contains(option), "{title} {option}");
         }
     }
 }
@@ -51,6 +59,12 @@ fn the_json_page_lists_the_keys_that_are_printed() {
     assert_eq!(table_keys(&page, "`r3 sft --json`"), ["steps", "seconds", "loss", "eval_after"]);
     assert_eq!(table_keys(&page, "`r3 rollout --json`"), ROLLOUT_KEYS);
     assert!(page.contains("`on`") && page.contains("`off`"));
+    let line = String::from_utf8(crate::routes::rollout(0, &crate::routes::ROWS, 4)).unwrap();
+    let line: serde_json::Value = serde_json::from_str(&line).unwrap();
+    let file = page.split("\n## ").find(|section| section.starts_with("r3's own file")).unwrap();
+    for key in [&line, &line["routed_experts"]].iter().flat_map(|object| object.as_object().unwrap().keys()) {
+        assert!(file.contains(&format!("`{key}`")), "{key}");
+    }
     let score = table_keys(&page, "`r3 score`");
     for key in ["tokens", "logprobs", "routed_experts", "layer_ids", "live_differs"] {
         assert!(score.contains(&key), "{key}");

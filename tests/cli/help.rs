@@ -4,7 +4,7 @@ use insta::assert_snapshot;
 
 use crate::directory::Directory;
 
-fn help(arguments: &[&str]) -> String {
+pub(crate) fn help(arguments: &[&str]) -> String {
     let directory = Directory::empty();
     let ended = directory.r3(arguments);
     assert_eq!((ended.code, ended.stderr.as_str()), (0, ""));
@@ -31,6 +31,7 @@ fn the_program() {
       sft        Train a model on the task's own answers: a warm start for `r3 run`
       rollout    Sample completions or conversations, with their expert routes, into a file
       score      Print the logprobs and expert routes of given tokens: the same-weight check
+      routes     Show, compare and convert files of expert routes, r3's own and other engines'
       new-model  Write a model with random weights
       export     Write a checkpoint as a model that `transformers`, vLLM and SGLang load
       schema     Print the JSON schema of recipes, for editors, or the reference of every key

@@ -8,6 +8,8 @@ mod help;
 mod interrupt;
 mod results;
 mod rollout;
+mod routes;
+mod routes_help;
 mod wrong_machine;
 mod wrong_model;
 mod wrong_text;

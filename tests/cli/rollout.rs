@@ -256,7 +256,7 @@ fn a_file_is_replaced_only_when_asked_and_appears_only_when_whole() {
     exit 2
     error: out.jsonl is there already
 
-    hint: replace it with --overwrite, or write to another file with --out
+    hint: replace it with --overwrite, or write to another file
     ");
     sample(&directory, "out.jsonl", &["--seed", "2", "--overwrite"]);
     assert_ne!(first, fs::read_to_string(directory.path("out.jsonl")).unwrap());

@@ -6,6 +6,7 @@ pub(crate) mod eval;
 pub(crate) mod export;
 pub(crate) mod new_model;
 pub(crate) mod rollout;
+pub(crate) mod routes;
 pub(crate) mod run;
 pub(crate) mod schema;
 pub(crate) mod score;

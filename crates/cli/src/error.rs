@@ -8,6 +8,8 @@ use r3_orchestrator::error::{ExitClass, RunError};
 use r3_orchestrator::out_file::STDOUT;
 use r3_orchestrator::score_input::InputError;
 use r3_recipe::error::RecipeError;
+use r3_wire::diff::Incomparable;
+use r3_wire::error::WireError;
 
 /// What stopped a command.
 #[derive(Debug, thiserror::Error)]
@@ -32,6 +34,28 @@ pub(crate) enum CliError {
     Unscored { input: String, line: usize, source: Box<RunError> },
     #[error("the rollouts and the summary cannot both go to stdout")]
     TwoOnStdout,
+    #[error("cannot read {}", path.display())]
+    RoutesInput { path: PathBuf, source: io::Error },
+    #[error("cannot tell the layout of {input} by its content")]
+    UnknownLayout { input: String },
+    #[error("cannot read the routes of {input}")]
+    Unreadable { input: String, source: WireError },
+    #[error("cannot write the routes as asked")]
+    Unwritable { source: WireError },
+    #[error("{input} has no sample {sample}: it has {n_samples}")]
+    NoSample { input: String, sample: usize, n_samples: usize },
+    #[error("{input} has no routes of layer {layer}")]
+    NoLayer { input: String, layer: u32 },
+    #[error("{n_samples} samples do not fit one array")]
+    ManySamples { n_samples: usize },
+    #[error("what {} is to be written as is not said", path.display())]
+    NoTarget { path: PathBuf },
+    #[error("the tokens of {input} are of {found} samples, but the routes of {expected}")]
+    TokenSamples { input: String, found: usize, expected: usize },
+    #[error("{input}:{line}:{column}: not the tokens of a sample: {reason}")]
+    BadTokens { input: String, line: usize, column: usize, reason: String },
+    #[error("{a} and {b} cannot be compared")]
+    Incomparable { a: String, b: String, source: Incomparable },
     #[error("the trainer side computes in f32 only")]
     TrainerDtype,
     #[error("cannot start {n_threads} threads")]
@@ -74,6 +98,23 @@ impl CliError {
             Self::LongLine { tokens, .. } => format!("make room with --max-tokens {tokens}"),
             Self::Unscored { source, .. } => source.hint(),
             Self::TwoOnStdout => "leave out --json, or name a file with --out".into(),
+            Self::RoutesInput { .. } => "name a readable file, or - for stdin".into(),
+            Self::UnknownLayout { .. } => {
+                "name it with --from: r3, vllm, atom, sglang, nemo-rl or prime-rl; docs/routes.md shows each"
+                    .into()
+            }
+            Self::Unreadable { source, .. } | Self::Unwritable { source } => source.hint(),
+            Self::NoSample { .. } => "samples are counted from 0, in the order of the file".into(),
+            Self::NoLayer { .. } => "name a MoE layer by the model's own number, dense layers counted".into(),
+            Self::ManySamples { .. } => {
+                "choose one with --sample N, or write JSON lines: name OUT other than .npy".into()
+            }
+            Self::NoTarget { .. } => "name it with --to: r3, vllm, atom, sglang, nemo-rl or prime-rl".into(),
+            Self::TokenSamples { .. } => "give one line of tokens for each sample, in the same order".into(),
+            Self::BadTokens { .. } => {
+                r#"write one object a line, such as {"tokens": [5, 17, 9], "prompt_tokens": 2}"#.into()
+            }
+            Self::Incomparable { source, .. } => source.hint(),
             Self::TrainerDtype => "leave out --dtype, or score with --side engine".into(),
             Self::Threads { .. } => "ask for fewer with --threads, or raise `ulimit -u`".into(),
             Self::Signals { .. } => "raise `ulimit -n` and `ulimit -u`".into(),
@@ -94,6 +135,17 @@ impl CliError {
             | Self::BadLine { .. }
             | Self::LongLine { .. }
             | Self::TwoOnStdout
+            | Self::RoutesInput { .. }
+            | Self::UnknownLayout { .. }
+            | Self::Unreadable { .. }
+            | Self::Unwritable { .. }
+            | Self::NoSample { .. }
+            | Self::NoLayer { .. }
+            | Self::ManySamples { .. }
+            | Self::NoTarget { .. }
+            | Self::TokenSamples { .. }
+            | Self::BadTokens { .. }
+            | Self::Incomparable { .. }
             | Self::TrainerDtype => ExitClass::Usage,
             Self::Threads { .. } | Self::Signals { .. } | Self::Stdout { .. } => ExitClass::Machine,
         };

@@ -15,7 +15,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use crate::args::Global;
-use crate::commands::{check, compare, eval, export, new_model, rollout, run, schema, score, sft};
+use crate::commands::{check, compare, eval, export, new_model, rollout, routes, run, schema, score, sft};
 use crate::error::CliError;
 
 /// Reinforcement learning of mixture-of-experts language models, with the rollout's expert routes replayed in training.
@@ -46,6 +46,7 @@ enum Command {
     Sft(sft::Args),
     Rollout(rollout::Args),
     Score(score::Args),
+    Routes(routes::Args),
     NewModel(new_model::Args),
     Export(export::Args),
     Schema(schema::Args),
@@ -77,6 +78,7 @@ fn execute(cli: &Cli) -> Result<(), CliError> {
         Command::Sft(args) => args.execute(),
         Command::Rollout(args) => args.execute(),
         Command::Score(args) => args.execute(),
+        Command::Routes(args) => args.execute(),
         Command::NewModel(args) => args.execute(),
         Command::Export(args) => args.execute(),
         Command::Schema(args) => args.execute(),

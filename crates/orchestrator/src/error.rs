@@ -12,6 +12,7 @@ use r3_scheduler::error::SchedulerError;
 use r3_tasks::error::TaskError;
 use r3_telemetry::error::TelemetryError;
 use r3_train::error::TrainError;
+use r3_wire::error::WireError;
 
 /// What stopped a run or kept it from starting.
 #[derive(Debug, thiserror::Error)]
@@ -33,6 +34,8 @@ pub enum RunError {
     Train(#[from] TrainError),
     #[error(transparent)]
     Telemetry(#[from] TelemetryError),
+    #[error(transparent)]
+    Routes(#[from] WireError),
     #[error("the ring holds {ring_bytes} bytes, but the rollouts of one step may need {needed_bytes}")]
     RingTooSmall { ring_bytes: u64, needed_bytes: u64 },
     #[error("the KV cache needs {kv_bytes} bytes of memory, but {available_bytes} are available")]
@@ -111,6 +114,7 @@ impl RunError {
             Self::Frame(error) => error.hint(),
             Self::Train(error) => error.hint(),
             Self::Telemetry(error) => error.hint(),
+            Self::Routes(error) => error.hint(),
             Self::RingTooSmall { needed_bytes, .. } => format!("set `ring.bytes` to at least {needed_bytes}"),
             Self::KvTooLarge { available_bytes, .. } => {
                 format!("set `engine.kv_memory` below {available_bytes}, or free memory")
@@ -120,10 +124,8 @@ impl RunError {
                  directory with --set run.out=DIR"
                     .into()
             }
-            Self::OutFileTaken { .. } => {
-                "replace it with --overwrite, or write to another file with --out".into()
-            }
-            Self::OutFileBusy { .. } => "wait for it, stop it, or write to another file with --out".into(),
+            Self::OutFileTaken { .. } => "replace it with --overwrite, or write to another file".into(),
+            Self::OutFileBusy { .. } => "wait for it, stop it, or write to another file".into(),
             Self::WeightsThere { .. } => "choose another directory, or remove that one first".into(),
             Self::OutBusy { .. } => {
                 "wait for it, stop it, or choose another directory with --set run.out=DIR".into()
@@ -165,6 +167,7 @@ impl RunError {
         match self {
             Self::Recipe(_)
             | Self::Task(_)
+            | Self::Routes(_)
             | Self::RingTooSmall { .. }
             | Self::OutTaken { .. }
             | Self::OutBusy { .. }
@@ -311,6 +314,7 @@ mod tests {
         vec![
             (ExitClass::Usage, Recipe::parse("", "empty.yaml").unwrap_err().into()),
             (ExitClass::Usage, TaskError::AssistantLast.into()),
+            (ExitClass::Usage, WireError::from(r3_wire::error::ModelError::Undescribed).into()),
             (ExitClass::Usage, missing().into()),
             (ExitClass::Machine, unwritten().into()),
             (ExitClass::Bug, ModelError::NoSuchTensor { name: name() }.into()),

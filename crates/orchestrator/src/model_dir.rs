@@ -10,6 +10,8 @@ use r3_model::export::{Companions, write_weights};
 use r3_model::init::FreshWeights;
 use r3_model::source::TensorSource;
 use r3_train::checkpoint::Checkpoints;
+use r3_wire::error::WireError;
+use r3_wire::model::ModelShape;
 
 use crate::error::{RunError, io_at};
 
@@ -40,6 +42,17 @@ pub fn resolve(path: &Path) -> Result<PathBuf, RunError> {
     }
     let newest = Checkpoints::new(path.to_path_buf(), 1).latest()?;
     Ok(newest.unwrap_or_else(|| path.to_path_buf()))
+}
+
+/// What a reader of routes must know of the model of `path`, which is found as [`open`] finds it; its weights are not
+/// read.
+///
+/// # Errors
+/// If its configuration cannot be read.
+pub fn route_shape(path: &Path) -> Result<ModelShape, RunError> {
+    let config = ModelConfig::load(&resolve(path)?)?;
+    let shape = ModelShape::new(config.n_layers, config.moe_layers(), config.top_k, config.n_experts);
+    Ok(shape.map_err(WireError::from)?)
 }
 
 /// Makes a model with random weights: `config` is a `config.json` or a directory with one, beside which the

@@ -31,7 +31,7 @@ impl InputError {
                     .into()
             }
             Self::Wire(error) => error.hint(),
-            Self::NoTokens => "score rollouts that `r3 rollout` wrote".into(),
+            Self::NoTokens => "put them in with `r3 routes convert IN OUT --tokens FILE`".into(),
             Self::PartialRoutes { .. } => {
                 "sample with --routed-experts-start-len 0 to replay, or --return-routed-experts false to score freely"
                     .into()

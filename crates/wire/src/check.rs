@@ -37,7 +37,8 @@ impl Sample {
     }
 
     /// The turn whose forward computed the row of `position`: the first that sampled a token after it.
-    pub(crate) fn turn_of(&self, position: usize) -> usize {
+    #[must_use]
+    pub fn turn_of(&self, position: usize) -> usize {
         let later = self.turns.iter().position(|turn| turn.end > position.saturating_add(1));
         later.unwrap_or(self.turns.len().saturating_sub(1))
     }

@@ -126,6 +126,8 @@ pub enum Fault {
     ModelHash { found: u64, expected: u64 },
     #[error("a prompt of {prompt_tokens} tokens, {cached_tokens} of them cached, in {n_tokens} tokens")]
     Prompt { prompt_tokens: usize, cached_tokens: usize, n_tokens: usize },
+    #[error("the tokens differ from those sent at position {position}")]
+    OtherTokens { position: usize },
     #[error("`{key}` has {found} entries, but {expected} tokens follow the prompt")]
     PerToken { key: &'static str, found: usize, expected: usize },
     #[error("turn {turn}: sampled positions {start} to {end} are not in order, or outside the completion")]
@@ -169,6 +171,11 @@ impl Fault {
                 }
                 _ => format!("start {layout} with `enable_return_routed_experts`"),
             },
+            Self::Layers { .. } | Self::LayerIds { .. } | Self::TopK { .. } | Self::Experts { .. }
+                if layout == Layout::R3 =>
+            {
+                "another model sampled this: name the one that did".into()
+            }
             Self::Layers { .. } | Self::LayerIds { .. } | Self::TopK { .. } | Self::Experts { .. } => {
                 "describe the model that sampled: with --model DIR, or with --layers, --moe-layers, --experts and \
                 --top-k"
@@ -180,16 +187,17 @@ impl Fault {
             Self::Rows { .. } | Self::Start { .. } => {
                 "a token has a row once it was an input, so all but the last; say with --start where they begin".into()
             }
-            Self::NeverCaptured { .. } => format!(
-                "{layout} runs a MoE kernel that captures nothing (vLLM on CPU does): choose another, or turn \
-                router replay off"
-            ),
+            Self::NeverCaptured { .. } => {
+                "the MoE kernel in use captures nothing, as vLLM's on CPUs: choose another, or turn router replay off"
+                    .into()
+            }
             Self::Unwritten { .. } | Self::Duplicate { .. } => {
                 format!("{layout} lost or mixed up rows: sample again, and report it to its authors")
             }
             Self::TooWide { .. } => "write a layout with wider ids: sglang, nemo-rl, prime-rl or r3".into(),
             Self::Unsigned { .. } => "write a signed dtype: int16 or int32".into(),
             Self::StartUnsaid { .. } => "ask for the rows of all tokens, or write another layout".into(),
+            Self::OtherTokens { .. } => "give the tokens of the same samples, in the same order".into(),
             Self::WeightEpoch { .. } | Self::ModelHash { .. } | Self::TokenDigest { .. } => {
                 "tokens and routes belong together, and to the weights that sampled them: take both from one rollout"
                     .into()

@@ -9,9 +9,11 @@
 
 pub mod array;
 pub mod check;
+pub mod diff;
 pub mod document;
 pub mod error;
 pub mod layout;
+pub mod load;
 pub mod model;
 pub mod nemo_rl;
 pub mod npy;

@@ -6,6 +6,7 @@ use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::rollout::{FinishReason, Reward, RolloutView};
 use r3_core::routes::{RouteRows, RouteView};
 
+use crate::array::check_dims;
 use crate::check::Sample;
 use crate::error::{Fault, WireError};
 use crate::layout::Layout;
@@ -120,6 +121,18 @@ impl Routes {
         Self { rows, start, layer_ids, weight_epoch: None, model_hash: None }
     }
 
+    /// Checks that these are routes of `model`, layer by layer.
+    ///
+    /// # Errors
+    /// If layers, `K` or `E` differ.
+    pub fn check_model(&self, model: &ModelShape, sample: &Sample) -> Result<(), WireError> {
+        if self.layer_ids != model.layer_ids() {
+            let (found, expected) = (self.layer_ids.clone(), model.layer_ids().to_vec());
+            return Err(sample.refuse(Fault::LayerIds { found, expected }));
+        }
+        check_dims(self.rows.view(), model, sample)
+    }
+
     /// Borrows rows and header.
     #[must_use]
     pub fn view(&self) -> RoutesView<'_> {
@@ -182,6 +195,15 @@ impl Record {
         counted.or_else(routed)
     }
 
+    /// Share of the rows that the tokens need which are there; 1 if they need none. `None` without tokens and routes.
+    #[must_use]
+    pub fn coverage(&self) -> Option<f64> {
+        let sampled = self.tokens.is_none() || self.n_tokens() != self.prompt_tokens;
+        let needed = self.n_tokens()?.saturating_sub(usize::from(sampled));
+        let rows = self.routes.as_ref().map_or(0, |routes| routes.rows.rows());
+        Some(if needed == 0 { 1.0 } else { rows as f64 / needed as f64 })
+    }
+
     /// This record as a refusal names it: sample `number` of a file in `layout`.
     #[must_use]
     pub fn sample(&self, layout: Layout, number: usize) -> Sample {
@@ -196,17 +218,43 @@ impl Record {
         }
     }
 
-    /// Checks that the routes, if there are any, are of `model`, layer by layer.
+    /// Puts in the tokens that the sender left out, of which `prompt_tokens` are the prompt.
     ///
     /// # Errors
-    /// If layers, `K` or `E` differ.
-    pub fn check_model(&self, model: &ModelShape, sample: &Sample) -> Result<(), WireError> {
-        let Some(routes) = &self.routes else { return Ok(()) };
-        if routes.layer_ids != model.layer_ids() {
-            let (found, expected) = (routes.layer_ids.clone(), model.layer_ids().to_vec());
-            return Err(sample.refuse(Fault::LayerIds { found, expected }));
+    /// If the sender said otherwise, or the routes do not have the rows of these tokens.
+    pub fn set_tokens(
+        &mut self,
+        tokens: Vec<u32>,
+        prompt_tokens: usize,
+        sample: &Sample,
+    ) -> Result<(), WireError> {
+        let tokens: Vec<TokenId> = tokens.into_iter().map(TokenId).collect();
+        let n_tokens = tokens.len();
+        let said = self.prompt_tokens.unwrap_or(prompt_tokens);
+        if prompt_tokens == 0 || prompt_tokens > n_tokens || said != prompt_tokens {
+            return Err(sample.refuse(Fault::Prompt { prompt_tokens, cached_tokens: 0, n_tokens }));
         }
-        crate::array::check_dims(routes.rows.view(), model, sample)
+        if let Some(known) = &self.tokens
+            && *known != tokens
+        {
+            let position = known.iter().zip(&tokens).take_while(|(known, given)| known == given).count();
+            return Err(sample.refuse(Fault::OtherTokens { position }));
+        }
+        self.tokens = Some(tokens);
+        self.prompt_tokens = Some(prompt_tokens);
+        if self.turns.is_empty() && prompt_tokens < n_tokens {
+            self.turns.push(prompt_tokens..n_tokens);
+        }
+        let sample = self.sample(sample.layout, sample.number);
+        self.routes.as_ref().map_or(Ok(()), |routes| sample.check_rows(routes.rows.rows()))
+    }
+
+    /// [`Routes::check_model`] of the routes, if there are any.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn check_model(&self, model: &ModelShape, sample: &Sample) -> Result<(), WireError> {
+        self.routes.as_ref().map_or(Ok(()), |routes| routes.check_model(model, sample))
     }
 
     /// Checks that the routes were sampled under these weights, where they say under which they were.
@@ -284,9 +332,27 @@ mod tests {
     }
 
     #[test]
+    fn tokens_are_put_in_if_the_rows_are_theirs() {
+        let sample = record().sample(Layout::R3, 4);
+        let tokens = |n_tokens| (0..n_tokens).collect::<Vec<u32>>();
+        let mut full = record();
+        full.set_tokens(tokens(8), 6, &sample).unwrap();
+        assert_eq!((full.n_tokens(), full.prompt_tokens), (Some(8), Some(6)));
+        assert_eq!(full.turns.first(), Some(&(6..8)));
+        full.set_tokens(tokens(8), 6, &sample).unwrap();
+        let mut other = tokens(8);
+        other[3] = 9;
+        assert_eq!(fault(full.set_tokens(other, 6, &sample)), Fault::OtherTokens { position: 3 });
+        let other_prompt = Fault::Prompt { prompt_tokens: 5, cached_tokens: 0, n_tokens: 8 };
+        assert_eq!(fault(full.set_tokens(tokens(8), 5, &sample)), other_prompt);
+        let more = Fault::Rows { turn: 0, start: 5, rows: 2, expected_rows: 3, n_tokens: 9 };
+        assert_eq!(fault(record().set_tokens(tokens(9), 6, &sample)), more);
+    }
+
+    #[test]
     fn tokens_are_counted_or_follow_from_the_rows() {
         let mut record = record();
-        assert_eq!(record.n_tokens(), Some(8));
+        assert_eq!((record.n_tokens(), record.coverage()), (Some(8), Some(2.0 / 7.0)));
         record.tokens = Some(vec![TokenId(0); 9]);
         assert_eq!(record.n_tokens(), Some(9));
         assert_eq!(Record::unknown(GroupId(0), 0).n_tokens(), None);

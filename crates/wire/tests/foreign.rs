@@ -196,7 +196,7 @@ fn a_layout_is_guessed_where_it_can_be_no_other() {
 fn an_engine_that_never_captured_is_named() {
     insta::assert_snapshot!(refusal(Layout::Vllm, VLLM_NEVER_CAPTURED), @r"
     vLLM, sample 0: turn 0, layer 1: expert 0 was sent for each of the 3 positions from 0 on; the engine never captured this layer
-    hint: vLLM runs a MoE kernel that captures nothing (vLLM on CPU does): choose another, or turn router replay off
+    hint: the MoE kernel in use captures nothing, as vLLM's on CPUs: choose another, or turn router replay off
     ");
 }
 
