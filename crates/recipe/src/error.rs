@@ -60,6 +60,12 @@ pub enum RecipeError {
     },
 }
 
+/// `text` with its control characters spelled out: they would move a terminal's cursor, or worse.
+pub(crate) fn printable(text: &str) -> String {
+    let spelled = |c: char| if c.is_control() { c.escape_debug().to_string() } else { c.to_string() };
+    text.chars().map(spelled).collect()
+}
+
 fn shown(place: Option<&Place>) -> String {
     place.map(|place| format!("\n{place}")).unwrap_or_default()
 }

@@ -6,7 +6,7 @@ use serde::de::value::StrDeserializer;
 use serde::de::{self, DeserializeSeed, Deserializer, Expected, IntoDeserializer, Unexpected, Visitor};
 use serde::forward_to_deserialize_any;
 
-use crate::error::Problem;
+use crate::error::{Problem, printable};
 use crate::place::Spot;
 use crate::tree::{Entry, Fault, Node, Value};
 
@@ -220,7 +220,7 @@ impl<'de> Deserializer<'de> for Reader<'_> {
                 reader: self,
             },
             Value::Map(entries) => {
-                let found = entries.iter().map(|entry| entry.key.clone()).collect();
+                let found = entries.iter().map(|entry| printable(&entry.key)).collect();
                 let spot = entries.get(1).map_or(self.spot, |entry| entry.spot);
                 let problem = Problem::NotOneVariant { path: String::new(), found, known };
                 return Err(Fault::unplaced(problem).at(spot, &self.path));

@@ -5,7 +5,7 @@ use std::fmt;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::{Error, Location, Options, Spanned};
 
-use crate::error::Problem;
+use crate::error::{Problem, printable};
 use crate::place::{Spot, lines};
 
 /// A value and where it stands.
@@ -71,7 +71,7 @@ impl Node {
                 target.value = Value::Map(Vec::new());
             }
             let Value::Map(entries) = &mut target.value else {
-                let path = path[..passed].trim_end_matches('.').to_owned();
+                let path = path[..passed].trim_end_matches('.').escape_debug().to_string();
                 return Err(Fault::new(Problem::NotABlock { path }, Some(spot)));
             };
             let at = entries.iter().position(|entry| entry.key == step).unwrap_or_else(|| {
@@ -114,7 +114,7 @@ fn options() -> Options {
 fn fault(error: &Error, text: &str, source: usize) -> Fault {
     let spot = error.location().map(|location| spot(location, source));
     let message = error.to_string();
-    let message = message.split(" at line ").next().unwrap_or_default().to_owned();
+    let message = printable(message.split(" at line ").next().unwrap_or_default());
     let mut cause = error;
     while let Error::AliasError { error, .. } = cause {
         cause = error;

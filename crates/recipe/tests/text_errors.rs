@@ -203,3 +203,28 @@ fn a_byte_order_mark_does_not_move_columns() {
     hint: did you mean `path`? `model` takes `path`, `tokenizer`
     ");
 }
+
+#[test]
+fn control_characters_are_spelled_out_wherever_they_stand() {
+    let key = "a\u{2}\u{7f}\u{9b}b";
+    let arguments = |arguments: &[String]| {
+        let recipe = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/tiny.yaml");
+        report(&Recipe::load(&recipe, arguments).expect_err("the recipe is wrong"))
+    };
+    for text in [
+        arguments(&[format!("{key}=1"), format!("{key}.c=1")]),
+        arguments(&[format!(
+            "train={{\"{}\": 1}}",
+            key.escape_unicode().to_string().replace(['{', '}'], "")
+        )]),
+        arguments(&["algorithm={\"\\u0002\": {}, \"\\x7f\": {}}".to_owned()]),
+        arguments(&["train.lr=\"\\u0002\"".to_owned()]),
+        arguments(&["train.lr=*\u{7f}".to_owned()]),
+        parse("a: \u{2}"),
+        parse("&\u{7f}a : *\u{7f}b"),
+        parse("%\u{9b}2J\n---\na: 1"),
+        parse("!\u{9b}2J\u{7f} a"),
+    ] {
+        assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?}");
+    }
+}
