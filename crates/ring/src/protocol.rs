@@ -9,6 +9,7 @@
 //! Nobody sleeps through news: a waiter says so, fences, looks again, sleeps; a publisher stores, fences,
 //! looks for a waiter. One of the two must see the other.
 
+use std::cell::OnceCell;
 use std::hint;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
@@ -96,20 +97,21 @@ impl Position {
     }
 }
 
-/// A limit on one call, which may have to wait more than once.
-#[derive(Clone, Copy, Debug)]
+/// A limit on one call, which may have to wait more than once. It runs from the moment there is something to wait for:
+/// a call that finds what it needs does not look at a clock.
+#[derive(Clone, Debug)]
 pub(crate) struct Deadline {
-    started: Instant,
+    started: OnceCell<Instant>,
     limit: Duration,
 }
 
 impl Deadline {
     pub(crate) fn after(limit: Duration) -> Self {
-        Self { started: Instant::now(), limit }
+        Self { started: OnceCell::new(), limit }
     }
 
-    fn left(self) -> Duration {
-        self.limit.saturating_sub(self.started.elapsed())
+    fn left(&self) -> Duration {
+        self.limit.saturating_sub(self.started.get_or_init(Instant::now).elapsed())
     }
 }
 
@@ -195,7 +197,7 @@ impl Shared {
     pub(crate) fn wait<T>(
         &self,
         wait: Wait,
-        deadline: Deadline,
+        deadline: &Deadline,
         check: impl Fn() -> Result<Option<T>, RingError>,
     ) -> Result<T, RingError> {
         for _ in 0..spins() {
@@ -300,7 +302,7 @@ mod tests {
         let looks = Cell::new(0);
         let found_at = |nth| {
             looks.set(0);
-            shared.wait(Wait::Frame, Deadline::after(Duration::ZERO), || {
+            shared.wait(Wait::Frame, &Deadline::after(Duration::ZERO), || {
                 looks.set(looks.get() + 1);
                 Ok((looks.get() == nth).then_some(nth))
             })

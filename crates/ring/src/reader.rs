@@ -61,7 +61,7 @@ impl Reader {
     pub fn next(&mut self, deadline: Duration) -> Result<FrameId, RingError> {
         let deadline = Deadline::after(deadline);
         loop {
-            let head = self.wait_for_head(deadline)?;
+            let head = self.wait_for_head(&deadline)?;
             match self.record_before(head)? {
                 Record::Wrap { bytes } => self.skip(bytes),
                 Record::Frame { n_bytes, record_bytes } => {
@@ -121,7 +121,7 @@ impl Reader {
         self.held.iter().filter(|frame| !frame.released).count()
     }
 
-    fn wait_for_head(&self, deadline: Deadline) -> Result<u64, RingError> {
+    fn wait_for_head(&self, deadline: &Deadline) -> Result<u64, RingError> {
         self.shared.wait(Wait::Frame, deadline, || {
             let head = self.shared.observe_head();
             match (head.bytes == self.cursor, head.closed) {

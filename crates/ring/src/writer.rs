@@ -38,11 +38,11 @@ impl Writer {
         if record_bytes > until_end {
             // The marker is published by itself. Were it part of the record, a record of more than half the
             // ring could need more room than there is, and wait for ever.
-            self.wait_for_space(until_end, deadline)?;
+            self.wait_for_space(until_end, &deadline)?;
             self.write_length(WRAP);
             self.advance(until_end);
         }
-        self.wait_for_space(record_bytes, deadline)?;
+        self.wait_for_space(record_bytes, &deadline)?;
         self.write_length(n_bytes as u64);
         Ok(Reservation { writer: self, n_bytes, record_bytes })
     }
@@ -59,7 +59,7 @@ impl Writer {
         self.head.saturating_sub(self.shared.observe_tail().bytes)
     }
 
-    fn wait_for_space(&self, bytes: u64, deadline: Deadline) -> Result<(), RingError> {
+    fn wait_for_space(&self, bytes: u64, deadline: &Deadline) -> Result<(), RingError> {
         let (capacity, head) = (self.shared.capacity(), self.head);
         self.shared.wait(Wait::Space { bytes }, deadline, || {
             let tail = self.shared.observe_tail();
