@@ -298,6 +298,35 @@ fn both_sides(checkpoint: &Checkpoint) -> (Vec<Rollout>, Vec<u32>, Vec<Vec<u32>>
     (rollouts, values(&logprobs), gradients)
 }
 
+/// Routes are addressed by the engine they are of, never by how many were built before it.
+#[test]
+fn models_of_one_process_do_not_know_of_each_other() {
+    let checkpoints = MODELS.map(checkpoint);
+    let requests = |model: u32| [request(0, tokens(model, 9), 2), request(1, tokens(model + 2, 5), 1)];
+    let alone = |model: usize| {
+        let mut engine = engine(&checkpoints[model], plain(Dtype::F32));
+        sample(&mut engine, &requests(model as u32)).rollouts
+    };
+    let expected = [alone(0), alone(1), alone(0)];
+    // Both models, one of them twice, and the twin built while the others are at work.
+    let mut engines: Vec<Engine> =
+        (0..2).map(|model| engine(&checkpoints[model], plain(Dtype::F32))).collect();
+    for (model, engine) in engines.iter_mut().enumerate() {
+        requests(model as u32).iter().for_each(|request| drop(engine.submit(request).unwrap()));
+        engine.tick().unwrap();
+    }
+    engines.push(engine(&checkpoints[0], plain(Dtype::F32)));
+    requests(0).iter().for_each(|request| drop(engines[2].submit(request).unwrap()));
+    while engines.iter().any(Engine::has_work) {
+        for engine in engines.iter_mut().filter(|engine| engine.has_work()) {
+            engine.tick().unwrap();
+        }
+    }
+    let found: Vec<_> = engines.iter_mut().map(|engine| finish(engine).rollouts).collect();
+    assert_eq!(found, expected);
+    assert_ne!(found[0], found[1]);
+}
+
 #[test]
 fn the_number_of_threads_does_not_show() {
     let checkpoint = checkpoint(MODELS[0]);

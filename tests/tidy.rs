@@ -233,6 +233,27 @@ fn docs_name_what_exists() {
 }
 
 #[test]
+fn every_fault_of_the_page_has_its_tests_where_it_says() {
+    let tree = Tree::read();
+    let rows: Vec<&str> = tree.get("docs/faults.md").lines().filter(|line| line.starts_with("| ")).collect();
+    let mut n_faults = 0;
+    for row in rows.into_iter().filter(|row| row[2..].starts_with(|c: char| c.is_ascii_digit())) {
+        let tests = row.split('|').nth(4).expect("a column of tests");
+        // `name`, `name` and `name` in `file`; `name`: without a file, the first one of the page.
+        for place in tests.split(';') {
+            let (names, file) = place.split_once(" in `").unwrap_or((place, "crates/sim/tests/faults.rs`"));
+            let file = tree.get(file.trim_end().trim_end_matches('`'));
+            for name in names.split('`').skip(1).step_by(2).filter(|name| name.contains('_')) {
+                assert!(file.contains(&format!("fn {name}(")), "{row}\n{name} is not there");
+            }
+        }
+        assert!(tests.contains('`') || tests.contains("those of"), "no test: {row}");
+        n_faults += 1;
+    }
+    assert_eq!(n_faults, 33);
+}
+
+#[test]
 fn the_readme_has_two_commands() {
     hold(|path| path == "README.md", rules::has_two_commands);
 }

@@ -28,6 +28,12 @@ pub struct RouterConfig {
 }
 
 /// The experts of each token at one layer, `[T, K]` ids in router order: distinct and within range.
+///
+/// Nobody but [`choose`] can say which, so there is no second path to the experts that forgets to record:
+///
+/// ```compile_fail,E0451
+/// let choice = r3_kernels::router::Choice { top_k: 2, n_experts: 4, ids: vec![0, 1] };
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Choice {
     top_k: usize,
