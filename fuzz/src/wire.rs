@@ -69,7 +69,7 @@ pub fn payloads(input: &[u8]) -> bool {
             json!({ "data": STANDARD.encode(array), "shape": [rows, columns, top_k], "start": start,
             "dtype": element.name() })
         }
-        Layout::Sglang | Layout::R3 => json!(STANDARD.encode(array)),
+        Layout::Sglang | Layout::R3 | Layout::Lists => json!(STANDARD.encode(array)),
     };
     let answer = json!({ "choices": [{ "routed_experts": payload }], "routed_experts_start_len": start });
     read(answer.to_string().as_bytes(), &Reading { layout, model: Some(&model), start })

@@ -146,6 +146,34 @@ fn every_layout_is_converted_and_back_and_differs_in_nothing() {
 }
 
 #[test]
+fn what_the_score_prints_is_compared_with_a_rollout() {
+    let directory = Directory::with_model();
+    directory.write("prompts.jsonl", "{\"prompt\": \"8+1=\"}\n{\"prompt\": \"3+4=\"}\n");
+    let rollout = ["rollout", "model", "--prompts", "prompts.jsonl", "--out", "rollout.jsonl"];
+    directory.done(&[&rollout[..], &["--dtype", "f32", "--max-new-tokens", "9"]].concat());
+    let lines = fs::read_to_string(directory.path("rollout.jsonl")).unwrap();
+    let lines = lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let tokens = lines.map(|line| serde_json::json!({ "tokens": line["tokens"] }).to_string() + "\n");
+    directory.write("tokens.jsonl", tokens.collect::<String>());
+    let scored = directory.done(&["score", "model", "--input", "tokens.jsonl", "--side", "trainer"]);
+    directory.write("scored.jsonl", scored);
+    let diff = directory.done_json(&[
+        "routes",
+        "diff",
+        "rollout.jsonl",
+        "scored.jsonl",
+        "--model",
+        "model",
+        "--json",
+    ]);
+    assert_eq!(
+        (&diff["samples"], &diff["first"]),
+        (&2.into(), &Value::Null),
+        "in f32 both sides route alike"
+    );
+}
+
+#[test]
 fn one_sample_is_a_numpy_file_and_gets_its_tokens_back() {
     let directory = directory();
     let there = ["routes", "convert", "a.jsonl", "a.npy", "--sample", "1", "--layers", "3"];
@@ -229,7 +257,7 @@ fn what_cannot_be_read_is_refused() {
     exit 2
     error: cannot tell the layout of flat by its content
 
-    hint: name it with --from: r3, vllm, atom, sglang, nemo-rl or prime-rl; docs/routes.md shows each
+    hint: name it with --from: r3, vllm, atom, sglang, nemo-rl, prime-rl or lists; docs/routes.md shows each
     ");
     assert_snapshot!(refused(&directory, &["show", "cut.npy"]), @r"
     exit 2

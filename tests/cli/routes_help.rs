@@ -38,7 +38,7 @@ fn show() {
 
     Options:
           --from <LAYOUT>      Layout of the input; found by content where it can be no other [possible
-                               values: r3, vllm, atom, sglang, nemo-rl, prime-rl]
+                               values: r3, vllm, atom, sglang, nemo-rl, prime-rl, lists]
           --model <DIR>        Model that sampled: a Hugging Face directory, a checkpoint, or a run;
                                r3's own files need none
           --layers <N>         In place of --model: its decoder layers, dense ones included
@@ -73,7 +73,7 @@ fn diff() {
 
     Options:
           --from <LAYOUT>      Layout of the input; found by content where it can be no other [possible
-                               values: r3, vllm, atom, sglang, nemo-rl, prime-rl]
+                               values: r3, vllm, atom, sglang, nemo-rl, prime-rl, lists]
           --model <DIR>        Model that sampled: a Hugging Face directory, a checkpoint, or a run;
                                r3's own files need none
           --layers <N>         In place of --model: its decoder layers, dense ones included
@@ -120,6 +120,7 @@ fn convert() {
               - sglang:   int32 in base64, in `meta_info`
               - nemo-rl:  `nrlre1:` envelopes
               - prime-rl: Objects of data, shape, start and dtype
+              - lists:    Nested lists, as `r3 score` prints them; read only
 
           --model <DIR>
               Model that sampled: a Hugging Face directory, a checkpoint, or a run; r3's own files need
@@ -149,8 +150,8 @@ fn convert() {
               Layout of OUT; vllm if it ends in .npy, else r3 for any input but r3's own
 
               Possible values:
-              - r3:       JSON lines of `r3 rollout`
-              - vllm:     .npy, or in base64 in a server's answers; dense layers 0
+              - r3:       JSON lines, as `r3 rollout` writes them
+              - vllm:     .npy, or in base64 in a server's answer; dense layers 0
               - atom:     As vllm, dense layers -1
               - sglang:   int32 in base64, in `meta_info`
               - nemo-rl:  `nrlre1:` envelopes

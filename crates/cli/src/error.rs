@@ -100,7 +100,7 @@ impl CliError {
             Self::TwoOnStdout => "leave out --json, or name a file with --out".into(),
             Self::RoutesInput { .. } => "name a readable file, or - for stdin".into(),
             Self::UnknownLayout { .. } => {
-                "name it with --from: r3, vllm, atom, sglang, nemo-rl or prime-rl; docs/routes.md shows each"
+                "name it with --from: r3, vllm, atom, sglang, nemo-rl, prime-rl or lists; docs/routes.md shows each"
                     .into()
             }
             Self::Unreadable { source, .. } | Self::Unwritable { source } => source.hint(),

@@ -16,7 +16,7 @@ use crate::layout::Layout;
 use crate::model::ModelShape;
 use crate::r3_file::{self, json_error};
 use crate::record::{Record, Routes};
-use crate::{nemo_rl, npy, prime_rl, sglang, vllm};
+use crate::{lists, nemo_rl, npy, prime_rl, sglang, vllm};
 
 /// How a file is to be read.
 #[derive(Clone, Copy, Debug)]
@@ -86,10 +86,10 @@ fn read_text(
         Layout::Vllm | Layout::Atom => vllm::read_base64(text, model, sample),
         Layout::Sglang => sglang::read(text, model, sample),
         Layout::NemoRl => nemo_rl::read(text, model, sample),
-        Layout::PrimeRl | Layout::R3 => Err(sample.refuse(Fault::Key {
+        Layout::PrimeRl | Layout::R3 | Layout::Lists => Err(sample.refuse(Fault::Key {
             key: "routed_experts",
             found: "text".into(),
-            needed: "an object",
+            needed: if sample.layout == Layout::Lists { "lists" } else { "an object" },
         })),
     }
 }
@@ -186,6 +186,10 @@ impl<'a> Found<'a> {
                 sample.start = payload.start;
                 prime_rl::read(&payload, model, &sample)?
             }
+            (Value::Array(rows), Layout::Lists) => {
+                self.check_layer_ids(model, &sample)?;
+                lists::read(rows, model, &sample)?
+            }
             (other, _) => {
                 let (found, needed) = (kind(other).to_owned(), "text (prime-rl: an object)");
                 return Err(sample.refuse(Fault::Key { key: "routed_experts", found, needed }));
@@ -193,6 +197,20 @@ impl<'a> Found<'a> {
         };
         record.routes = Some(Routes::new(rows, sample.start, model.layer_ids().to_vec()));
         Ok(record)
+    }
+
+    /// The ids of the layers, which `r3 score` prints beside its lists, are those of the model.
+    fn check_layer_ids(&self, model: &ModelShape, sample: &Sample) -> Result<(), WireError> {
+        let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+        let found: Option<Vec<u32>> =
+            self.value("layer_ids").and_then(Value::as_array).and_then(|ids| ids.iter().map(id).collect());
+        match found {
+            Some(found) if found != model.layer_ids() => {
+                let expected = model.layer_ids().to_vec();
+                Err(sample.refuse(Fault::LayerIds { found, expected }))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn value(&self, key: &str) -> Option<&'a Value> {
@@ -297,9 +315,10 @@ pub fn write(
             });
             named_halves(halves, ["input_ids", "output_ids"], ("meta_info", meta_info))
         }
-        Layout::R3 => {
-            let needed = "another layout: r3's own is written by `r3_file::write`";
-            return Err(sample.refuse(Fault::Key { key: "layout", found: "r3".into(), needed }));
+        Layout::R3 | Layout::Lists => {
+            let (found, needed) =
+                (sample.layout.to_string(), "a layout to write: r3's own is `r3_file::write`");
+            return Err(sample.refuse(Fault::Key { key: "layout", found, needed }));
         }
     };
     Ok(Value::Object(answer))

@@ -74,6 +74,8 @@ pub enum Fault {
     Length { bytes: usize, shape: [usize; 3], element: Element, needed_bytes: u128 },
     #[error("the routes are {bytes} bytes, not a multiple of the {row_bytes} bytes of a row")]
     Ragged { bytes: usize, row_bytes: usize },
+    #[error("turn {turn}, position {position}: not {layers} lists of {top_k} integers, as the first row is")]
+    RaggedList { turn: usize, position: usize, layers: usize, top_k: usize },
     #[error(
         "the routes are of {found} layers, but the model has {n_layers} layers, {moe_layers} of them MoE layers"
     )]
@@ -208,6 +210,7 @@ impl Fault {
             Self::Key { .. }
             | Self::Dtype { .. }
             | Self::Shape { .. }
+            | Self::RaggedList { .. }
             | Self::Prompt { .. }
             | Self::PerToken { .. }
             | Self::Turn { .. }

@@ -19,6 +19,8 @@ pub enum Layout {
     NemoRl,
     /// Object `{data, shape, start, dtype}` ([`crate::prime_rl`]).
     PrimeRl,
+    /// JSON lists `[rows][layers][K]`, as `r3 score` prints them ([`crate::lists`]). Read, never written.
+    Lists,
 }
 
 impl Layout {
@@ -46,6 +48,7 @@ impl Layout {
         let found = crate::document::find(&document).into_iter().next()?;
         match found.payload? {
             Value::String(text) => Self::guess_text(text).or(found.in_meta_info.then_some(Self::Sglang)),
+            Value::Array(rows) if rows.first().is_some_and(Value::is_array) => Some(Self::Lists),
             Value::Object(payload) if payload.contains_key("layer_ids") => Some(Self::R3),
             Value::Object(payload) if payload.contains_key("shape") => Some(Self::PrimeRl),
             _ => None,
@@ -69,6 +72,7 @@ impl fmt::Display for Layout {
             Self::Sglang => "SGLang",
             Self::NemoRl => "NeMo-RL",
             Self::PrimeRl => "prime-rl",
+            Self::Lists => "lists",
         })
     }
 }

@@ -5,7 +5,7 @@
 //! position. This crate knows bytes and JSON; it must never know a tensor, a file system, a scheduler or a terminal.
 //!
 //! Start with [`record`], what every layout is read into, then [`check`], the contract; each layout is one small file
-//! ([`r3_file`], [`vllm`], [`sglang`], [`nemo_rl`], [`prime_rl`]), and [`document`] finds their payloads in JSON.
+//! ([`r3_file`], [`vllm`], [`sglang`], [`nemo_rl`], [`prime_rl`], [`lists`]), and [`document`] finds their payloads in JSON.
 
 pub mod array;
 pub mod check;
@@ -13,6 +13,7 @@ pub mod diff;
 pub mod document;
 pub mod error;
 pub mod layout;
+pub mod lists;
 pub mod load;
 pub mod model;
 pub mod nemo_rl;

@@ -48,7 +48,7 @@ fn model() -> ModelShape {
 fn answer(layout: Layout, payload: impl Into<Value>) -> Value {
     let payload = payload.into();
     match layout {
-        Layout::Vllm | Layout::Atom | Layout::PrimeRl => json!({
+        Layout::Vllm | Layout::Atom | Layout::PrimeRl | Layout::Lists => json!({
             "prompt_token_ids": [5, 6],
             "choices": [{ "index": 0, "finish_reason": "stop", "token_ids": [7, 8], "routed_experts": payload }],
         }),
@@ -122,6 +122,11 @@ fn what_numpy_made_is_read() {
         (Layout::NemoRl, NEMO_RL_MOE_LAYERS.into()),
         (Layout::PrimeRl, prime_rl(PRIME_RL)),
         (Layout::R3, r3(R3)),
+        (Layout::Lists, json!(EXPERTS)),
+        (
+            Layout::Lists,
+            json!([[[0, 0], [3, 1], [0, 2]], [[0, 0], [2, 0], [1, 3]], [[0, 0], [1, 2], [3, 0]]]),
+        ),
     ];
     for (layout, payload) in payloads {
         let records = read(layout, &answer(layout, payload.clone())).unwrap();
@@ -181,13 +186,14 @@ fn a_layout_is_guessed_where_it_can_be_no_other() {
         (Layout::NemoRl, NEMO_RL.into()),
         (Layout::PrimeRl, prime_rl(PRIME_RL)),
         (Layout::R3, r3(R3)),
+        (Layout::Lists, json!(EXPERTS)),
     ] {
         assert_eq!(guess(&answer(layout, payload).to_string()), Some(layout));
     }
     assert_eq!(guess(VLLM), Some(Layout::Vllm));
     assert_eq!(guess(NEMO_RL), Some(Layout::NemoRl));
     assert_eq!(Layout::guess(b"\x93NUMPY\x01"), Some(Layout::Vllm));
-    for ambiguous in ["", SGLANG, "{\"routed_experts\": [[[1, 2]]]}", "{", "[]", "{\"tokens\": [1]}"] {
+    for ambiguous in ["", SGLANG, "{\"routed_experts\": [1, 2]}", "{", "[]", "{\"tokens\": [1]}"] {
         assert_eq!(guess(ambiguous), None, "{ambiguous}");
     }
 }
@@ -312,6 +318,35 @@ fn routes_that_break_the_contract_are_refused_by_turn_layer_and_position() {
     prime-rl, sample 0: turn 0: routes have 3 rows from position 0, but the 3 tokens need 2
     prime-rl, sample 0: turn 0: `routed_experts` is missing
     SGLang, sample 0: turn 0: `routed_experts` is missing
+    ");
+}
+
+#[test]
+fn lists_that_are_ragged_or_of_other_layers_are_refused() {
+    let rows = |rows: Value| refusal(Layout::Lists, rows);
+    let layers = with(answer(Layout::Lists, json!(EXPERTS)), "layer_ids", json!([0, 1]));
+    insta::assert_snapshot!(lines(&[
+        rows(json!([[[3, 1], [0, 2]], [[2, 0]], [[1, 2], [3, 0]]])),
+        rows(json!([[[3, 1], [0, 2]], [[2, 0], [1]], [[1, 2], [3, 0]]])),
+        rows(json!([[[3, 1], [0, 2]], [[2, 0], [1, 3]], [[1, 2], [3, 0.5]]])),
+        rows(json!([[[3, 1], [0, 2]], [[2, 0], [1, 3, 2], []], [[1, 2], [3, 0]]])),
+        rows(json!([[[3, 1], [0, 2]], 7, [[1, 2], [3, 0]]])),
+        rows(json!([[], [], []])),
+        rows(json!([[[3, 1], [0, 4]], [[2, 0], [1, 3]], [[1, 2], [3, 0]]])),
+        rows(json!([[[3, 1], [0, 2]]])),
+        rows("AAAA".into()),
+        refusal_of(Layout::Lists, &layers),
+    ]), @r"
+    lists, sample 0: turn 0, position 1: not 2 lists of 2 integers, as the first row is
+    lists, sample 0: turn 0, position 1: not 2 lists of 2 integers, as the first row is
+    lists, sample 0: turn 0, position 2: not 2 lists of 2 integers, as the first row is
+    lists, sample 0: turn 0, position 1: not 2 lists of 2 integers, as the first row is
+    lists, sample 0: turn 0, position 1: not 2 lists of 2 integers, as the first row is
+    lists, sample 0: the routes are of 0 layers, but the model has 3 layers, 2 of them MoE layers
+    lists, sample 0: turn 0, layer 2, position 0: expert 4 does not exist (the layer has 4)
+    lists, sample 0: turn 0: routes have 1 rows from position 0, but the 4 tokens need 3
+    lists, sample 0: `routed_experts` is text, not lists
+    lists, sample 0: the routes are of layers [0, 1], but the model's MoE layers are [1, 2]
     ");
 }
 

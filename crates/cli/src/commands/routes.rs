@@ -62,6 +62,8 @@ enum LayoutArg {
     NemoRl,
     /// Objects of data, shape, start and dtype
     PrimeRl,
+    /// Nested lists, as `r3 score` prints them; read only
+    Lists,
 }
 
 impl From<LayoutArg> for Layout {
@@ -73,6 +75,7 @@ impl From<LayoutArg> for Layout {
             LayoutArg::Sglang => Self::Sglang,
             LayoutArg::NemoRl => Self::NemoRl,
             LayoutArg::PrimeRl => Self::PrimeRl,
+            LayoutArg::Lists => Self::Lists,
         }
     }
 }

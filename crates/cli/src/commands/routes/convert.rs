@@ -13,7 +13,7 @@ use r3_wire::record::Record;
 use r3_wire::{r3_file, vllm};
 use serde::Deserialize;
 
-use crate::commands::routes::{InputArgs, LayoutArg, Loaded, input_name, read_file, undescribed};
+use crate::commands::routes::{InputArgs, Loaded, input_name, read_file, undescribed};
 use crate::error::CliError;
 use crate::output;
 
@@ -33,7 +33,7 @@ pub(crate) struct Args {
     input: InputArgs,
     /// Layout of OUT; vllm if it ends in .npy, else r3 for any input but r3's own
     #[arg(long, value_enum, value_name = "LAYOUT")]
-    to: Option<LayoutArg>,
+    to: Option<ToArg>,
     /// This sample only, from 0
     #[arg(long, value_name = "N")]
     sample: Option<usize>,
@@ -46,6 +46,36 @@ pub(crate) struct Args {
     /// Replace OUT if it is there
     #[arg(long)]
     overwrite: bool,
+}
+
+/// A layout that is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum ToArg {
+    /// JSON lines, as `r3 rollout` writes them
+    R3,
+    /// .npy, or in base64 in a server's answer; dense layers 0
+    Vllm,
+    /// As vllm, dense layers -1
+    Atom,
+    /// int32 in base64, in `meta_info`
+    Sglang,
+    /// `nrlre1:` envelopes
+    NemoRl,
+    /// Objects of data, shape, start and dtype
+    PrimeRl,
+}
+
+impl From<ToArg> for Layout {
+    fn from(to: ToArg) -> Self {
+        match to {
+            ToArg::R3 => Self::R3,
+            ToArg::Vllm => Self::Vllm,
+            ToArg::Atom => Self::Atom,
+            ToArg::Sglang => Self::Sglang,
+            ToArg::NemoRl => Self::NemoRl,
+            ToArg::PrimeRl => Self::PrimeRl,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
