@@ -1,17 +1,23 @@
 //! What the router chose in one pass, in the layout in which routes are kept.
 
+use std::ops::Range;
+
 use crate::router::{Choice, RouterConfig};
 
 /// What the router chose in one pass: rows of bytes `[T, L, K]`, as r3 keeps routes everywhere.
 ///
-/// An id is one byte wide for at most 256 experts, else two, little-endian. Each layer writes its column of every
-/// row while the choice is still in cache; whoever keeps a row then copies it once, whole. Reusable, and never
-/// resized once it has seen its largest `T`.
+/// An id is one byte wide for at most 256 experts, else two, little-endian. Layers narrow their choices into a row
+/// each, `[L, T, K]`, while these are in cache; when all have, the whole is turned into rows at once, a few tokens at a
+/// time, which costs a third of scattering every choice over the rows of all tokens. Reusable, and never resized once
+/// it has seen its largest `T`.
 #[derive(Clone, Debug)]
 pub struct RouteRecord {
     config: RouterConfig,
     n_tokens: usize,
-    bytes: Vec<u8>,
+    /// Bytes `[L, T, K]`.
+    chosen: Vec<u8>,
+    /// Bytes `[T, L, K]`, of this pass once they were asked for.
+    rows: Vec<u8>,
     recorded: Vec<bool>,
 }
 
@@ -19,13 +25,16 @@ impl RouteRecord {
     /// A record of `n_layers` MoE layers with the router `config`, for no token yet.
     #[must_use]
     pub fn new(n_layers: usize, config: RouterConfig) -> Self {
-        Self { config, n_tokens: 0, bytes: Vec::new(), recorded: vec![false; n_layers] }
+        let (chosen, rows, recorded) = (Vec::new(), Vec::new(), vec![false; n_layers]);
+        Self { config, n_tokens: 0, chosen, rows, recorded }
     }
 
     /// Forgets the last pass and makes room for one of `n_tokens`.
     pub fn start(&mut self, n_tokens: usize) {
         self.n_tokens = n_tokens;
-        self.bytes.resize(n_tokens * self.row_bytes(), 0);
+        let n_bytes = self.n_layers() * n_tokens * self.choice_bytes();
+        self.chosen.resize(n_bytes, 0);
+        self.rows.resize(n_bytes, 0);
         self.recorded.fill(false);
     }
 
@@ -48,31 +57,24 @@ impl RouteRecord {
     /// choice's `E`, so ids of a larger `E` might not fit the record's width.
     pub fn keep(&mut self, layer: usize, choice: &Choice) {
         let held = (self.n_tokens, self.config.n_experts, self.config.top_k);
-        let (top_k, n_experts) = (choice.top_k(), choice.n_experts());
+        let (ids, top_k, n_experts) = (choice.ids(), choice.top_k(), choice.n_experts());
         assert!(
-            layer < self.n_layers()
-                && (choice.ids().len(), n_experts, top_k) == (held.0 * held.2, held.1, held.2),
+            layer < self.n_layers() && (ids.len(), n_experts, top_k) == (held.0 * held.2, held.1, held.2),
             "layer {layer} chose [{}] ids, {top_k} of {n_experts} experts each; the record has {} layers and \
              (T, E, K) = {held:?}",
-            choice.ids().len(),
+            ids.len(),
             self.n_layers(),
         );
-        let (at, row_bytes, id_bytes) = (layer * self.choice_bytes(), self.row_bytes(), self.id_bytes());
-        let rows = self.bytes.chunks_exact_mut(row_bytes);
-        match (id_bytes, top_k) {
-            (1, 8) => narrow::<8>(choice.ids(), rows, at),
-            (1, _) => {
-                for (ids, row) in choice.ids().chunks_exact(top_k).zip(rows) {
-                    for (byte, id) in row[at..at + top_k].iter_mut().zip(ids) {
-                        [*byte, _] = id.to_le_bytes();
-                    }
+        let span = self.span(layer);
+        match self.id_bytes() {
+            1 => {
+                for (byte, id) in self.chosen[span].iter_mut().zip(ids) {
+                    [*byte, _] = id.to_le_bytes();
                 }
             }
             _ => {
-                for (ids, row) in choice.ids().chunks_exact(top_k).zip(rows) {
-                    for (bytes, id) in row[at..at + 2 * top_k].chunks_exact_mut(2).zip(ids) {
-                        bytes.copy_from_slice(&id.to_le_bytes());
-                    }
+                for (bytes, id) in self.chosen[span].as_chunks_mut().0.iter_mut().zip(ids) {
+                    *bytes = id.to_le_bytes();
                 }
             }
         }
@@ -84,9 +86,24 @@ impl RouteRecord {
     /// # Panics
     /// If a layer was not recorded in this pass: its ids would be another pass's.
     #[must_use]
-    pub fn rows(&self) -> &[u8] {
+    pub fn rows(&mut self) -> &[u8] {
         (0..self.n_layers()).for_each(|layer| self.assert_recorded(layer));
-        &self.bytes
+        let (n_tokens, choice_bytes) = (self.n_tokens, self.choice_bytes());
+        let (chosen, rows) = (&self.chosen, &mut self.rows);
+        match choice_bytes {
+            2 => turn::<2>(chosen, n_tokens, rows),
+            4 => turn::<4>(chosen, n_tokens, rows),
+            8 => turn::<8>(chosen, n_tokens, rows),
+            16 => turn::<16>(chosen, n_tokens, rows),
+            _ => {
+                for (at, choice) in chosen.chunks_exact(choice_bytes).enumerate() {
+                    let (layer, token) = (at / n_tokens, at % n_tokens);
+                    let to = (token * self.recorded.len() + layer) * choice_bytes;
+                    rows[to..to + choice_bytes].copy_from_slice(choice);
+                }
+            }
+        }
+        rows
     }
 
     /// A copy of what was chosen at `layer`, `[T, K]`.
@@ -96,13 +113,11 @@ impl RouteRecord {
     #[must_use]
     pub fn layer(&self, layer: usize) -> Vec<u16> {
         self.assert_recorded(layer);
-        let (at, id_bytes) = (layer * self.choice_bytes(), self.id_bytes());
-        let choices = self.bytes.chunks_exact(self.row_bytes()).map(|row| &row[at..at + self.choice_bytes()]);
         let id = |bytes: &[u8]| match *bytes {
             [low, high] => u16::from_le_bytes([low, high]),
             _ => bytes[0].into(),
         };
-        choices.flat_map(|choice| choice.chunks_exact(id_bytes).map(id)).collect()
+        self.chosen[self.span(layer)].chunks_exact(self.id_bytes()).map(id).collect()
     }
 
     fn assert_recorded(&self, layer: usize) {
@@ -117,16 +132,35 @@ impl RouteRecord {
         self.config.top_k * self.id_bytes()
     }
 
-    fn row_bytes(&self) -> usize {
-        self.n_layers() * self.choice_bytes()
+    fn span(&self, layer: usize) -> Range<usize> {
+        let n_bytes = self.n_tokens * self.choice_bytes();
+        layer * n_bytes..(layer + 1) * n_bytes
     }
 }
 
-/// Writes the low bytes of each token's `K` ids to `at` of its row. `K` is known, so that it is one pack and one store.
-fn narrow<'a, const K: usize>(ids: &[u16], rows: impl Iterator<Item = &'a mut [u8]>, at: usize) {
-    let (ids, _) = ids.as_chunks::<K>();
-    for (ids, row) in ids.iter().zip(rows) {
-        row[at..at + K].copy_from_slice(&ids.map(|id| id.to_le_bytes()[0]));
+/// Tokens whose rows are written together: they stay in the nearest cache, and eight choices of eight bytes are a line.
+const TOKENS: usize = 8;
+
+/// Turns choices of `N` bytes from `[L, T]` to `[T, L]`. With `N` known, a choice is one load and one store.
+fn turn<const N: usize>(chosen: &[u8], n_tokens: usize, rows: &mut [u8]) {
+    let ((chosen, _), (rows, _)) = (chosen.as_chunks::<N>(), rows.as_chunks_mut::<N>());
+    let n_layers = chosen.len() / n_tokens.max(1);
+    for (block, rows) in rows.chunks_mut((TOKENS * n_layers).max(1)).enumerate() {
+        for layer in 0..n_layers {
+            let choices = &chosen[layer * n_tokens + block * TOKENS..];
+            match choices.first_chunk::<TOKENS>() {
+                Some(choices) if rows.len() == TOKENS * n_layers => {
+                    for (token, choice) in choices.iter().enumerate() {
+                        rows[token * n_layers + layer] = *choice;
+                    }
+                }
+                _ => {
+                    for (row, choice) in rows.chunks_exact_mut(n_layers).zip(choices) {
+                        row[layer] = *choice;
+                    }
+                }
+            }
+        }
     }
 }
 
@@ -159,10 +193,12 @@ mod tests {
 
     #[test]
     fn rows_are_row_major_in_either_width_whatever_the_order_of_the_layers() {
-        for (n_experts, top_k) in [(4, 1), (4, 3), (8, 8), (256, 8), (257, 8), (300, 2), (65_536, 3)] {
+        for (n_experts, top_k) in
+            [(4, 1), (4, 2), (4, 3), (8, 4), (8, 8), (256, 8), (257, 8), (257, 4), (300, 1), (65_536, 3)]
+        {
             let config = router(n_experts, top_k);
             let mut record = RouteRecord::new(3, config);
-            for n_tokens in [5, 0, 2] {
+            for n_tokens in [5, 0, 19, 8, 2] {
                 record.start(n_tokens);
                 for layer in [2, 0, 1] {
                     record.keep(layer, &choice(config, &ids(layer, n_tokens, config)));
@@ -191,8 +227,8 @@ mod tests {
         record.start(1);
         record.keep(0, &choice(config, &[1, 2]));
         assert_eq!(record.layer(0), [1, 2]);
-        let record = &record;
-        for message in [panic_of(|| drop(record.rows().to_vec())), panic_of(|| drop(record.layer(1)))] {
+        let (mut one, other) = (record.clone(), record);
+        for message in [panic_of(move || drop(one.rows().to_vec())), panic_of(move || drop(other.layer(1)))] {
             assert_eq!(message, "layer 1 was not recorded in this pass");
         }
     }

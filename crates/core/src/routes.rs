@@ -182,6 +182,11 @@ impl RouteRows {
         Self { dims, bytes: Vec::with_capacity(capacity_rows * dims.row_bytes()) }
     }
 
+    /// Makes room for `rows` rows more; several such calls move the rows before them a constant number of times.
+    pub fn reserve(&mut self, rows: usize) {
+        self.bytes.reserve(rows * self.dims.row_bytes());
+    }
+
     /// Appends rows that are already bytes `[rows, L, K]`.
     ///
     /// # Panics

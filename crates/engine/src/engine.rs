@@ -274,7 +274,7 @@ impl Engine {
         if let Some(replay) = &mut self.replay {
             replay.keep_live_routes();
             self.scheduler.record(replay.rows());
-        } else if let Some(record) = &self.record {
+        } else if let Some(record) = &mut self.record {
             self.scheduler.record(record.rows());
         }
     }

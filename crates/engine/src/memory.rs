@@ -9,8 +9,8 @@ use crate::error::EngineError;
 /// How the KV memory is spent, and what is held beside it.
 ///
 /// Keys, values and captured routes of resident tokens come out of `kv_bytes`, block by block, and are allocated at
-/// the start. Traces do not: a trace is the result of its request, and grows with it. Nothing else grows with the
-/// length of a prompt or of a prefix hit, whose rows go from the pool into the trace, block by block.
+/// the start. Traces do not: a trace is the result of its request, copied out of the blocks when these are given up.
+/// Nothing else grows with the length of a prompt or of a prefix hit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryBudget {
     /// Bytes that were asked for.
@@ -25,7 +25,7 @@ pub struct MemoryBudget {
     pub route_block_bytes: usize,
     /// One row of a trace; 0 without capture.
     pub trace_row_bytes: usize,
-    /// Sequences that run at once, and so have a trace that grows.
+    /// Sequences that run at once, and so may end at once and leave a trace each.
     pub max_running: usize,
 }
 

@@ -20,8 +20,8 @@ impl Scheduler {
     /// 3. A sequence either runs or waits. Who waits holds nothing; who runs holds exactly the blocks its computed
     ///    tokens fill, and nobody else holds or finds the block it writes next.
     /// 4. Running sequences are in order of age and at most `max_running`.
-    /// 5. Every computed slot has a readable route row, and the trace has every computed position.
-    /// 6. A sequence that sampled in this turn has trace rows up to `T - 1`, one logprob and one version per token after
+    /// 5. Every computed slot has a readable route row.
+    /// 6. A sequence that sampled in this turn has rows, in its trace or behind that in its slots, up to `T - 1`, one logprob and one version per token after
     ///    the prompt, turns that ascend, and is not done. No row under which a logprob was emitted is ever missing.
     /// 7. A family exists while a member waits for or computes the shared prompt; its leader runs.
     /// 8. A finished request has the rows of its contract: up to `T - 1`, or to `T` if nothing was to be sampled.
@@ -65,9 +65,11 @@ impl Scheduler {
         assert!(sequence.trace.is_none() || self.config.routes.is_some(), "sequence {id}: trace");
         if let Some(trace) = &sequence.trace {
             let is_empty = trace.start() == trace.end();
-            let is_complete = trace.end() == trace.start().max(sequence.tokens.len() - 1);
-            assert!(trace.end() >= sequence.computed, "sequence {id} lacks rows of computed positions");
-            assert!(trace.end() >= sequence.emitted_rows(), "sequence {id} lacks rows it emitted under");
+            let is_complete = sequence.trace_end() == trace.start().max(sequence.tokens.len() - 1);
+            assert!(
+                sequence.trace_end() >= sequence.emitted_rows(),
+                "sequence {id} lacks rows it emitted under"
+            );
             assert!(is_complete || sequence.n_sampled() == 0, "sequence {id} sampled without its routes");
             assert!(
                 is_empty || trace.end() < sequence.tokens.len(),

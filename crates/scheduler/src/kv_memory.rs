@@ -1,5 +1,7 @@
 //! Blocks, prefix cache and route pool as one memory: they are handed out, found and forgotten together.
 
+use std::ops::Range;
+
 use r3_core::ids::{BlockId, TokenId};
 use r3_core::routes::RouteDims;
 
@@ -133,15 +135,23 @@ impl KvMemory {
     /// Stores `rows`, bytes `[n, L, K]`, as the routes of the `n` slots of `block` from slot `first` on.
     ///
     /// # Panics
-    /// If routes are off, or the rows do not fit the block.
+    /// If routes are off, the rows do not fit the block, or one of the slots has a row.
     pub(crate) fn record(&mut self, block: BlockId, first: usize, rows: &[u8]) {
         let stamp = self.pool.stamp(block);
         self.routes.as_mut().expect("routes are on").write(block, first, stamp, rows);
     }
 
-    /// The route rows of `block` from slot `from` to its end, if all of them are readable.
-    pub(crate) fn routes_from(&self, block: BlockId, from: usize) -> Option<&[u8]> {
-        self.routes.as_ref()?.read(block, from..self.block_tokens, self.pool.stamp(block))
+    /// Brings the rows of `slots` near, which are about to be recorded.
+    ///
+    /// # Panics
+    /// If routes are off.
+    pub(crate) fn fetch_routes(&self, slots: &[u32]) {
+        self.routes.as_ref().expect("routes are on").fetch(slots);
+    }
+
+    /// The route rows of `slots` of `block`, bytes `[n, L, K]`, if all of them are readable.
+    pub(crate) fn routes(&self, block: BlockId, slots: Range<usize>) -> Option<&[u8]> {
+        self.routes.as_ref()?.read(block, slots, self.pool.stamp(block))
     }
 
     /// Whether the routes of the first `n_slots` slots of `block` are readable; true if routes are off.
@@ -169,6 +179,11 @@ impl KvMemory {
 
     pub(crate) fn epoch(&self) -> u64 {
         self.pool.epoch()
+    }
+
+    /// Slots of a block.
+    pub(crate) fn block_tokens(&self) -> usize {
+        self.block_tokens
     }
 
     pub(crate) fn n_blocks(&self) -> usize {

@@ -3,7 +3,8 @@
 //! This crate must never know tensors, clocks, threads, randomness or I/O: the same calls give the same plans, so
 //! `r3-sim` plays random schedules on it by the million. It holds the first two lifetimes of a route:
 //! the *pool* row, which lives exactly as long as the keys and values of its slot, and the *trace* row, which is
-//! written once per position and survives preemption, re-prefill and the flush after a refit.
+//! copied out of the pool once, before its block is given up, and survives preemption, re-prefill and the flush after a
+//! refit.
 //!
 //! Start with [`scheduler::Scheduler`], whose methods in order are one tick; what a tick asks of the engine is
 //! [`plan::TickPlan`], what goes in and comes out is in [`request`].

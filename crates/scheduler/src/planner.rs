@@ -24,6 +24,7 @@ impl Scheduler {
         assert!(max_tokens > 0, "a tick of no tokens gets nobody on");
         self.plan.clear();
         self.forks.clear();
+        self.is_recorded = false;
         let mut budget = self.share(max_tokens);
         // Every grant may have gone to sequences that are preempted now. The others then get another turn.
         while self.secure_blocks() && self.running.iter().all(|running| running.granted == 0) {
@@ -126,7 +127,7 @@ impl Scheduler {
             hit.blocks.into_iter().rev().for_each(|block| self.kv.release(block));
             return None;
         }
-        sequence.adopt(hit, &self.kv, block_tokens);
+        sequence.adopt(hit, block_tokens);
         let granted = sequence.n_pending().min(budget);
         let n_blocks = (sequence.computed + granted).div_ceil(block_tokens) - n_hit;
         if sequence.n_sampled() == 0

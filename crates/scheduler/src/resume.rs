@@ -71,7 +71,12 @@ impl Scheduler {
     #[must_use]
     pub fn in_flight(&self) -> Vec<Finished> {
         assert!(!self.is_in_tick, "requests are copied between ticks");
-        self.sequences.values().map(|sequence| sequence.clone().finish(FinishReason::Abort)).collect()
+        let copy = |sequence: &Sequence| {
+            let mut copy = sequence.clone();
+            copy.keep_routes(&self.kv);
+            copy.finish(FinishReason::Abort)
+        };
+        self.sequences.values().map(copy).collect()
     }
 
     fn check_resumed(&self, rollouts: &[Finished], limits: &Limits) -> Result<(), SchedulerError> {

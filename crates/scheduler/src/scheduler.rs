@@ -91,6 +91,8 @@ pub struct Scheduler {
     pub(crate) plan: TickPlan,
     pub(crate) forks: Vec<Fork>,
     pub(crate) is_in_tick: bool,
+    /// Whether the routes of this tick are in their slots.
+    pub(crate) is_recorded: bool,
     pub(crate) counters: SchedulerStats,
     next_id: u64,
 }
@@ -113,6 +115,7 @@ impl Scheduler {
             plan: TickPlan::default(),
             forks: Vec::new(),
             is_in_tick: false,
+            is_recorded: false,
             counters: SchedulerStats::default(),
             next_id: 0,
         })
@@ -241,20 +244,26 @@ impl Scheduler {
     /// Stores the routes of this tick: `rows`, bytes `[T, L, K]` in router order, are those of the plan's rows. Does
     /// nothing when routes are off.
     ///
-    /// Every row goes to the slot the plan gave it, under its block's stamp; and to the trace of its sequence, unless
-    /// the trace has that position already.
+    /// Every row goes to the slot the plan gave it, under its block's stamp. Its sequence copies it into its trace before
+    /// it gives the block up, unless the trace has that position already.
     ///
     /// # Panics
-    /// Outside a tick, or if `rows` are not exactly as many bytes as the plan's rows have.
+    /// Outside a tick, if it was recorded before, or if `rows` are not exactly as many bytes as the plan's rows have.
     pub fn record(&mut self, rows: &[u8]) {
         assert!(self.is_in_tick, "routes are recorded between `plan` and `advance`");
         let Some(row_bytes) = self.config.routes.map(RouteDims::row_bytes) else { return };
         assert_eq!(rows.len(), self.plan.n_tokens() * row_bytes, "routes are [T, L, K] bytes");
-        for chunk in &self.plan.chunks {
-            let of_chunk = &rows[chunk.first_row * row_bytes..][..chunk.n_tokens * row_bytes];
-            let sequence = self.sequences.get_mut(&chunk.sequence).expect("planned sequences exist");
-            sequence.record(chunk, of_chunk, &mut self.kv, self.config.block_tokens);
+        let n_slots = u32::try_from(self.config.block_tokens).expect("slot ids are u32");
+        self.kv.fetch_routes(&self.plan.slots);
+        let mut rest = rows;
+        // A chunk's slots of one block follow each other, and no two sequences write into one block.
+        for run in self.plan.slots.chunk_by(|slot, next| slot + 1 == *next && next % n_slots > 0) {
+            let (of_run, behind) = rest.split_at(run.len() * row_bytes);
+            let (block, first) = (BlockId(run[0] / n_slots), (run[0] % n_slots) as usize);
+            self.kv.record(block, first, of_run);
+            rest = behind;
         }
+        self.is_recorded = true;
     }
 
     /// Stores logprobs (nats) of prompt tokens: `logprobs[i]` is that of token `start + i + 1`, from the logits of row
@@ -277,10 +286,11 @@ impl Scheduler {
     /// Ends the tick: `samples` answers the plan's sample sites in their order, and `version` made them.
     ///
     /// # Panics
-    /// Outside a tick, if the samples are not those of the plan, or if a computed row was not recorded: a row the
-    /// trace does not have must never be taken for expert 0.
+    /// Outside a tick, if the samples are not those of the plan, or if routes are on and were not recorded: a row that
+    /// is not there must never be taken for expert 0.
     pub fn advance(&mut self, samples: &[Sample], version: PolicyVersion) {
         assert!(self.is_in_tick, "`advance` ends what `plan` began");
+        assert!(self.config.routes.is_none() || self.is_recorded, "a tick whose routes were not recorded");
         self.is_in_tick = false;
         for chunk in &self.plan.chunks {
             let sequence = self.sequences.get_mut(&chunk.sequence).expect("planned sequences exist");
@@ -432,15 +442,8 @@ impl Scheduler {
     }
 }
 
-/// Asserts that the engine recorded every row it computed.
+/// Asserts that the engine recorded every prompt logprob it computed.
 fn assert_recorded(sequence: &Sequence) {
-    assert!(
-        sequence.trace.is_none() || sequence.trace_end() >= sequence.computed,
-        "sequence {} computed {} tokens, but recorded {} route rows",
-        sequence.id,
-        sequence.computed,
-        sequence.trace_end(),
-    );
     let logprobs = sequence.prompt_logprobs.as_ref().map_or(usize::MAX, Vec::len);
     assert!(
         logprobs >= sequence.computed.min(sequence.prompt_tokens - 1),

@@ -8,7 +8,6 @@ use r3_core::rollout::FinishReason;
 use r3_core::routes::RouteDims;
 
 use crate::kv_memory::{Hit, KvMemory};
-use crate::plan::Chunk;
 use crate::prefix_cache::Prefix;
 use crate::request::{Finished, Limits, Request};
 use crate::trace::Trace;
@@ -154,9 +153,9 @@ impl Sequence {
         self.tokens.len() - self.computed
     }
 
-    /// Position after the last route row the trace has; 0 without a trace.
+    /// Position after the last route row it has, in the trace or beside the keys and values; 0 without a trace.
     pub(crate) fn trace_end(&self) -> usize {
-        self.trace.as_ref().map_or(0, Trace::end)
+        self.trace.as_ref().map_or(0, |trace| trace.end().max(self.computed))
     }
 
     /// Tokens a prefix hit may cover: never the last, whose logits are needed, nor a row whose logprob is.
@@ -171,45 +170,13 @@ impl Sequence {
         (held + 1 < self.prompt_tokens).then_some(held)
     }
 
-    /// Takes over a cached prefix: its blocks, the trace rows that are new, and how far it is published.
-    ///
-    /// # Panics
-    /// If a row the trace lacks is not readable: [`KvMemory::hit`] ends before such a block.
-    pub(crate) fn adopt(&mut self, hit: Hit, kv: &KvMemory, block_tokens: usize) {
-        for (at, &block) in hit.blocks.iter().enumerate() {
-            let start = at * block_tokens;
-            let known = self.trace_end().saturating_sub(start);
-            if let Some(trace) = &mut self.trace
-                && known < block_tokens
-            {
-                trace.extend(start + known, kv.routes_from(block, known).expect("a hit is readable"));
-            }
-            self.blocks.push(block.0);
-        }
+    /// Takes over a cached prefix: its blocks, in which its routes lie, and how far it is published.
+    pub(crate) fn adopt(&mut self, hit: Hit, block_tokens: usize) {
+        self.blocks.extend(hit.blocks.iter().map(|block| block.0));
         self.computed = hit.blocks.len() * block_tokens;
         self.published = Published { n_blocks: hit.blocks.len(), end: hit.end, is_cut: false };
         if self.turns.is_empty() {
             self.cached_tokens = self.computed;
-        }
-    }
-
-    /// Stores `rows`, bytes `[n_tokens, L, K]`, as the routes of `chunk`: in its slots, each block's share at once, and in
-    /// the trace, if it has one.
-    ///
-    /// # Panics
-    /// If routes are off, or the trace lacks a row before the chunk.
-    pub(crate) fn record(&mut self, chunk: &Chunk, rows: &[u8], kv: &mut KvMemory, block_tokens: usize) {
-        if let Some(trace) = &mut self.trace {
-            trace.extend(chunk.start, rows);
-        }
-        let row_bytes = rows.len() / chunk.n_tokens;
-        let (mut position, mut rows) = (chunk.start, rows);
-        while !rows.is_empty() {
-            let first = position % block_tokens;
-            let n_bytes = rows.len().min((block_tokens - first) * row_bytes);
-            let (of_block, rest) = rows.split_at(n_bytes);
-            kv.record(BlockId(self.blocks[position / block_tokens]), first, of_block);
-            (position, rows) = (position + n_bytes / row_bytes, rest);
         }
     }
 
@@ -220,9 +187,6 @@ impl Sequence {
         self.cached_tokens = leader.cached_tokens;
         if let (Some(own), Some(of_leader)) = (&mut self.prompt_logprobs, &leader.prompt_logprobs) {
             own.extend_from_slice(&of_leader[own.len()..]);
-        }
-        if let (Some(trace), Some(of_leader)) = (&mut self.trace, &leader.trace) {
-            trace.extend(of_leader.start(), of_leader.view().bytes());
         }
     }
 
@@ -261,8 +225,28 @@ impl Sequence {
         }
     }
 
+    /// Copies into the trace what it lacks of the rows of computed positions.
+    ///
+    /// While a sequence holds its blocks, their rows are as safe as its keys and values: nobody can write them, not even
+    /// the sequence itself a second time. Whoever gives the blocks up or reads the trace copies them first, once and in
+    /// whole blocks; a decode tick copies nothing.
+    ///
+    /// # Panics
+    /// If such a row is not readable: what was never recorded must not be taken for expert 0.
+    pub(crate) fn keep_routes(&mut self, kv: &KvMemory) {
+        let Some(trace) = &mut self.trace else { return };
+        trace.reserve(self.computed.saturating_sub(trace.end()));
+        while trace.end() < self.computed {
+            let (at, first) = (trace.end() / kv.block_tokens(), trace.end() % kv.block_tokens());
+            let end = (self.computed - at * kv.block_tokens()).min(kv.block_tokens());
+            let rows = kv.routes(BlockId(self.blocks[at]), first..end);
+            trace.append(rows.expect("every computed slot has a readable row"));
+        }
+    }
+
     /// Gives up the resident half. The tail goes first, so that eviction shortens a cached prefix from its end.
     pub(crate) fn release_blocks(&mut self, kv: &mut KvMemory) {
+        self.keep_routes(kv);
         for block in self.blocks.drain(..).rev() {
             kv.release(BlockId(block));
         }
@@ -352,16 +336,37 @@ mod tests {
     }
 
     #[test]
-    fn a_hit_brings_only_the_rows_the_trace_lacks() {
+    fn the_trace_takes_only_the_rows_it_lacks_and_only_of_computed_positions() {
+        let mut kv = KvMemory::new(2, 2, true, Some(DIMS));
+        let blocks = vec![kv.allocate().unwrap(), kv.allocate().unwrap()];
+        kv.record(blocks[0], 0, &[2, 3]);
+        kv.record(blocks[1], 0, &[0, 1]);
+        let mut again = sequence(false);
+        again.trace.as_mut().unwrap().append(&[1]);
+        again.adopt(Hit { blocks, end: None }, 2);
+        assert_eq!((again.computed, again.cached_tokens, &again.blocks[..]), (4, 4, &[0, 1][..]));
+        again.computed = 3;
+        assert_eq!(again.trace_end(), 3);
+        again.keep_routes(&kv);
+        again.release_blocks(&mut kv);
+        assert_eq!(
+            again.trace.clone().unwrap().into_rows().view().bytes(),
+            [1, 3, 0],
+            "row 0 was written before"
+        );
+        assert_eq!(again.trace_end(), 3);
+    }
+
+    #[test]
+    fn a_computed_slot_without_a_row_is_a_bug_and_not_a_row_of_zeros() {
         let mut kv = KvMemory::new(1, 2, true, Some(DIMS));
         let block = kv.allocate().unwrap();
         kv.record(block, 0, &[2]);
-        kv.record(block, 1, &[3]);
-        let mut again = sequence(false);
-        again.trace.as_mut().unwrap().extend(0, &[1]);
-        again.adopt(Hit { blocks: vec![block], end: None }, &kv, 2);
-        assert_eq!(again.trace.as_ref().unwrap().view().bytes(), [1, 3], "row 0 was written before");
-        assert_eq!((again.computed, again.cached_tokens, &again.blocks[..]), (2, 2, &[0][..]));
+        let mut hole = sequence(false);
+        hole.adopt(Hit { blocks: vec![block], end: None }, 2);
+        let kept = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| hole.keep_routes(&kv)));
+        assert!(kept.is_err());
+        assert_eq!(hole.trace.unwrap().end(), 0);
     }
 
     #[test]
@@ -369,15 +374,15 @@ mod tests {
         let mut kv = KvMemory::new(2, 2, true, Some(DIMS));
         let mut preempted = sequence(false);
         let full = kv.allocate().unwrap();
-        for offset in 0..2 {
-            kv.record(full, offset, &[1]);
-        }
-        preempted.blocks = vec![full.0, kv.allocate().unwrap().0];
-        preempted.trace.as_mut().unwrap().extend(0, &[1, 1, 2]);
+        kv.record(full, 0, &[1, 1]);
+        let partly = kv.allocate().unwrap();
+        kv.record(partly, 0, &[2]);
+        preempted.blocks = vec![full.0, partly.0];
         preempted.settle(&mut kv, 3, 2);
         preempted.push(TokenId(4), -1.0, PolicyVersion(1));
         preempted.release_blocks(&mut kv);
         assert_eq!((preempted.computed, preempted.n_pending(), preempted.trace_end()), (0, 4, 3));
+        assert_eq!(preempted.trace.clone().unwrap().into_rows().view().bytes(), [1, 1, 2]);
         assert_eq!((kv.n_idle(), kv.n_available()), (1, 2), "the full block can be found again");
         assert_eq!(kv.hit(&preempted.tokens, 3).blocks, [full]);
     }
