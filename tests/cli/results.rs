@@ -73,6 +73,25 @@ fn a_run_says_where_it_writes_and_can_be_watched() {
 }
 
 #[test]
+fn a_run_trains_on_several_answers_and_what_was_said_between_them_changes_no_bit() {
+    let directory = warm();
+    let run = ["run", "recipe.yaml", "--json", "--set", "model.path=warm", "--set", "rollout.dtype=f32"];
+    let twice = ["--set", "task.arithmetic.attempts=2", "--set", "ring.bytes=256KiB"];
+    let summary = directory.done_json(&[&run[..], &twice].concat());
+    assert_eq!(summary["rollout_train_k3_kl"], 0.0);
+    assert_eq!(summary["router_discrepancy_token_layer_frac"], 0.0);
+    let metrics = fs::read_to_string(directory.path("run/metrics.jsonl")).unwrap();
+    let steps: Vec<Value> = metrics.lines().skip(1).map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(steps.len(), 2);
+    for step in steps {
+        let turns = step["num_turns/mean"].as_f64().unwrap();
+        let length = step["response_length/mean"].as_f64().unwrap();
+        assert!(1.0 < turns && turns <= 2.0, "{turns} turns: most first answers are wrong");
+        assert!(turns <= length && length <= 3.0 * turns, "{length} tokens in {turns} turns");
+    }
+}
+
+#[test]
 fn equal_dtypes_agree_to_the_bit() {
     let directory = warm();
     let summary = directory.done_json(&[

@@ -96,6 +96,15 @@ impl<'a> RouteView<'a> {
         self.bytes.len() / self.dims.row_bytes()
     }
 
+    /// The first `n` rows.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    #[must_use]
+    pub fn first(self, n: usize) -> Self {
+        Self { bytes: &self.bytes[..n * self.dims.row_bytes()], ..self }
+    }
+
     /// The rows as they lie in memory, `[rows, L, K]`.
     #[must_use]
     pub fn bytes(self) -> &'a [u8] {

@@ -77,15 +77,15 @@ pub fn greedy_accuracy(
     Ok(sum / held.problems.len().max(1) as f64)
 }
 
-/// What `reward` says of a completion of `problem`, as text.
+/// What `reward` says of the last answer that a rollout gives to `problem`, as text.
 pub(crate) fn judge(
     finished: &Finished,
     problem: &Problem,
     reward: &dyn Reward,
     tokenizer: &Tokenizer,
 ) -> Result<Result<f32, RewardFailure>, RunError> {
-    let rollout = finished.view();
-    let text = tokenizer.completion_text(rollout.completion(), rollout.finish)?;
+    let start = finished.turns.last().map_or(finished.prompt_tokens, |turn| turn.start);
+    let text = tokenizer.completion_text(&finished.tokens[start..], finished.finish)?;
     let completion = Completion {
         group: finished.group,
         index: finished.index,

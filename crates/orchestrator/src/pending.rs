@@ -127,17 +127,16 @@ impl Pending {
         taken.iter().filter_map(|id| self.groups.remove(id)).flat_map(|group| group.kept).collect()
     }
 
-    /// Puts back what a checkpoint kept of a group.
+    /// Puts back what a checkpoint kept of a group. Its unfinished rollouts go into `partial`.
     pub(crate) fn restore(
         &mut self,
         prompt: &Prompt,
         begun: PolicyVersion,
         kept: Vec<Scored>,
-        partial: Vec<Finished>,
+        n_unfinished: usize,
     ) {
-        let n_unfinished = u32::try_from(partial.len()).expect("a group has fewer rollouts");
+        let n_unfinished = u32::try_from(n_unfinished).expect("a group has fewer rollouts");
         self.groups.insert(prompt.group, Group { problem: prompt.problem, begun, n_unfinished, kept });
-        self.partial.extend(partial);
     }
 }
 

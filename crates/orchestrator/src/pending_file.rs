@@ -55,10 +55,16 @@ impl Snapshot {
 fn append(out: &mut Vec<u8>, rollout: &Finished, layer_ids: &[u32], (reward, origin): (Reward, Origin)) {
     let Origin { weight_epoch, model_hash } = origin;
     let mask = rollout.mask();
-    let meta = FrameMeta { layer_ids, weight_epoch, model_hash, reward, mask: mask.as_deref() };
     let mut view = rollout.view();
-    // Rows of what has sampled nothing are not of the weights that will sample, and are computed again.
-    view.routes = view.routes.filter(|_| !rollout.turns.is_empty());
+    // What comes after the last sampled token was given, follows from the rollout before it, and has no rows yet that the
+    // weights which sample next must have made. The same goes for all rows of what has sampled nothing.
+    let end = rollout.turns.last().map_or(rollout.prompt_tokens, |turn| turn.end);
+    let n = end - rollout.prompt_tokens;
+    view.tokens = &view.tokens[..end];
+    (view.rollout_logprobs, view.versions) = (&view.rollout_logprobs[..n], &view.versions[..n]);
+    view.routes = view.routes.filter(|_| n > 0).map(|routes| routes.first(end - 1));
+    let mask = mask.as_deref().map(|mask| &mask[..n]);
+    let meta = FrameMeta { layer_ids, weight_epoch, model_hash, reward, mask };
     let start = out.len();
     out.resize(start + frame_bytes(&view), 0);
     encode(&view, &meta, &mut out[start..]);
@@ -92,6 +98,9 @@ pub fn read(
     let frames = decode_all(bytes.get());
     let frames = frames.map_err(|source| RunError::PendingFrame { path: path.clone(), source })?;
     let mut groups: BTreeMap<u64, Vec<Frame<'_>>> = begun.keys().map(|&group| (group, Vec::new())).collect();
+    // In the order of the file, which is that of their age.
+    let is_partial = |frame: &&Frame<'_>| frame.rollout().finish == FinishReason::Abort;
+    pending.partial = frames.iter().filter(is_partial).map(|frame| rollout(frame, expected.routes)).collect();
     for frame in frames {
         groups.entry(frame.rollout().group.0).or_default().push(frame);
     }
@@ -108,15 +117,13 @@ pub fn read(
         if !frames.iter().all(is_of_prompt) {
             return Err(RunError::PendingPrompt { path, group });
         }
-        let is_partial = |frame: &&Frame<'_>| frame.rollout().finish == FinishReason::Abort;
-        let (partial, kept): (Vec<_>, Vec<_>) = frames.iter().partition(is_partial);
-        let kept = kept.into_iter().map(|frame| Scored {
+        let n_unfinished = frames.iter().filter(is_partial).count();
+        let kept = frames.iter().filter(|frame| !is_partial(frame)).map(|frame| Scored {
             rollout: rollout(frame, expected.routes),
             reward: frame.reward(),
             origin: Origin { weight_epoch: frame.weight_epoch(), model_hash: frame.model_hash() },
         });
-        let partial = partial.into_iter().map(|frame| rollout(frame, expected.routes)).collect();
-        pending.restore(&prompt, PolicyVersion(version), kept.collect(), partial);
+        pending.restore(&prompt, PolicyVersion(version), kept.collect(), n_unfinished);
     }
     Ok(pending)
 }

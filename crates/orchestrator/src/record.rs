@@ -129,6 +129,7 @@ impl StepReport<'_> {
         record.set(metrics::STALENESS_MAX, stats.staleness_max as f64);
         record.set(metrics::ROLLOUT_PARTIAL_RATIO, sampled.n_mixed as f64 / n_rollouts as f64);
         record.set(metrics::RESPONSE_LENGTH_MEAN, sampled.completion_tokens as f64 / n_rollouts as f64);
+        record.set(metrics::NUM_TURNS_MEAN, sampled.turns as f64 / n_rollouts as f64);
         record.set(metrics::RESPONSE_CLIP_RATIO, sampled.n_cut as f64 / n_rollouts as f64);
     }
 

@@ -37,8 +37,10 @@ pub struct SampleStats {
     pub n_cut: usize,
     /// Those that more than one policy version sampled.
     pub n_mixed: usize,
-    /// Tokens after their prompts.
+    /// Tokens that were sampled for them.
     pub completion_tokens: u64,
+    /// Turns in which those were.
+    pub turns: u64,
     /// Tokens of the prompts, once a group.
     pub prompt_tokens: u64,
     /// Of those, tokens found in the prefix cache.
@@ -77,6 +79,7 @@ impl SampleStats {
         self.n_cut += other.n_cut;
         self.n_mixed += other.n_mixed;
         self.completion_tokens += other.completion_tokens;
+        self.turns += other.turns;
         self.prompt_tokens += other.prompt_tokens;
         self.cached_tokens += other.cached_tokens;
     }
@@ -100,7 +103,8 @@ impl SampleStats {
         }
         self.n_cut += usize::from(rollout.finish == FinishReason::Length);
         self.n_mixed += usize::from(rollout.versions.first() != rollout.versions.last());
-        self.completion_tokens += rollout.versions.len() as u64;
+        self.completion_tokens += rollout.turns.iter().map(|turn| turn.len() as u64).sum::<u64>();
+        self.turns += rollout.turns.len() as u64;
         if rollout.index == 0 {
             self.prompt_tokens += rollout.prompt_tokens as u64;
             self.cached_tokens += rollout.cached_tokens as u64;
@@ -122,6 +126,7 @@ mod tests {
             prompt_tokens: n as u64,
             cached_tokens: n as u64,
             completion_tokens: n as u64,
+            turns: n as u64,
             reward_s: n as f64,
             kv_usage: n as f64,
             max_running: n,
@@ -137,7 +142,7 @@ mod tests {
         assert_eq!((stats.sampled_tokens, stats.prompt_tokens, stats.cached_tokens), (5, 5, 5));
         assert_eq!((stats.reward_s, stats.preemptions, stats.n_rollouts()), (5.0, 5, 10));
         assert_eq!((stats.kv_usage, stats.max_running, stats.max_waiting), (3.0, 3, 3));
-        assert_eq!((stats.completion_tokens, stats.n_mixed), (5, 5));
+        assert_eq!((stats.completion_tokens, stats.turns, stats.n_mixed), (5, 5, 5));
     }
 
     #[test]
@@ -152,6 +157,16 @@ mod tests {
         stats.hand_over(&mixed);
         assert_eq!((stats.n_rollouts(), stats.n_scored, stats.score_moments()), (3, 2, (0.5, 0.0)));
         assert_eq!((stats.n_mixed, stats.n_cut), (1, 1));
-        assert_eq!((stats.completion_tokens, stats.prompt_tokens), (6, 3));
+        assert_eq!((stats.completion_tokens, stats.turns, stats.prompt_tokens), (6, 3, 3));
+    }
+
+    #[test]
+    fn given_tokens_are_no_part_of_a_completion() {
+        let mut scored = scored(3, 0, Reward::Score(1.0));
+        scored.rollout.tokens.extend([6, 7, 8].map(r3_core::ids::TokenId));
+        scored.rollout.turns.push(7..8);
+        let mut stats = SampleStats::default();
+        stats.hand_over(&scored);
+        assert_eq!((stats.completion_tokens, stats.turns), (3, 2));
     }
 }

@@ -25,6 +25,7 @@ use r3_ring::room::available_bytes;
 use r3_tasks::arithmetic::{self, ArithmeticTask};
 use r3_tasks::dataset::{Dataset, Problem};
 use r3_tasks::jsonl::{self, HeldOut, Keys};
+use r3_tasks::retries::Retries;
 use r3_tasks::reward::{ExactMatch, NumericMatch, Reward};
 use r3_tasks::tokenizer::Tokenizer;
 use r3_telemetry::progress::{Bar, BarKind, Progress};
@@ -79,8 +80,15 @@ impl TaskParts {
             RewardName::NumericMatch => Arc::new(NumericMatch),
         });
         dataset.check(&tokenizer, &*reward)?;
+        retries(task).check(&dataset, &tokenizer)?;
         Ok(Self { tokenizer: Arc::new(tokenizer), dataset: Arc::new(dataset), reward, dataset_name })
     }
+}
+
+/// How often a rollout may answer.
+#[must_use]
+pub fn retries(task: &Task) -> Retries {
+    Retries { attempts: task.attempts() }
 }
 
 /// What the routes of a run are for: one switch drives both sides.
@@ -131,6 +139,7 @@ pub fn sample_spec(recipe: &Recipe, tokenizer: &Tokenizer) -> SampleSpec {
             min_p: narrow(rollout.min_p),
         },
         seed: recipe.run.seed,
+        retries: retries(&recipe.task),
         in_flight: recipe.refit.in_flight,
         max_lag: recipe.train.max_staleness.saturating_sub(recipe.train.mini_steps as u64),
     }
@@ -176,20 +185,36 @@ pub struct Sizes {
 /// # Errors
 /// The first that is too small, with both numbers.
 pub fn check_sizes(recipe: &Recipe, model: &ModelConfig, task: &TaskParts) -> Result<Sizes, RunError> {
-    let problems = task.dataset.train.iter().chain(&task.dataset.held_out);
-    let prompt_tokens = longest_prompt(problems, &task.tokenizer)?;
-    let max_new_tokens = recipe.rollout.max_new_tokens.max(recipe.eval.max_new_tokens.unwrap_or(0));
     let config = engine_config(recipe);
-    check_kv(&config, model, (prompt_tokens, max_new_tokens))?;
+    let rollout = longest_rollout(recipe, task)?;
+    check_kv(&config, model, rollout)?;
+    let eval = longest_prompt(&task.dataset.held_out, &task.tokenizer)?;
+    let eval = (eval, recipe.eval.max_new_tokens.unwrap_or(recipe.rollout.max_new_tokens));
+    check_kv(&config, model, eval)?;
+    let max_tokens = (rollout.0 + rollout.1).max(eval.0 + eval.1);
 
     let dims: Option<RouteDims> = config.capture_routes.then(|| model.route_dims());
-    let frame_bytes = max_frame_bytes(prompt_tokens + recipe.rollout.max_new_tokens, dims);
+    let frame_bytes = max_frame_bytes(rollout.0 + rollout.1, dims);
     let n_frames = recipe.rollout.groups * recipe.rollout.group_size * max_batches(&recipe.algorithm);
     let needed_bytes = ring_bytes(frame_bytes, n_frames);
     if recipe.ring.bytes.0 < needed_bytes {
         return Err(RunError::RingTooSmall { ring_bytes: recipe.ring.bytes.0, needed_bytes });
     }
-    Ok(Sizes { memory: config.budget(model)?, max_tokens: prompt_tokens + max_new_tokens })
+    Ok(Sizes { memory: config.budget(model)?, max_tokens })
+}
+
+/// Tokens of prompt and completion, all its answers included, where they are most.
+fn longest_rollout(recipe: &Recipe, task: &TaskParts) -> Result<(usize, usize), RunError> {
+    let retries = retries(&recipe.task);
+    let mut longest = (0, 0);
+    for problem in &task.dataset.train {
+        let prompt_tokens = task.tokenizer.encode(&problem.prompt)?.len();
+        let after = retries.max_tokens(problem, recipe.rollout.max_new_tokens, &task.tokenizer)?;
+        if prompt_tokens + after > longest.0 + longest.1 {
+            longest = (prompt_tokens, after);
+        }
+    }
+    Ok(longest)
 }
 
 /// Refuses a KV cache that cannot hold one prompt with its completion, and one that the machine cannot hold.

@@ -9,7 +9,7 @@ use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
 use r3_core::ids::{PolicyVersion, TokenId};
-use r3_core::rollout::Reward as Outcome;
+use r3_core::rollout::{FinishReason, Reward as Outcome};
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::resume::Continuation;
 use r3_engine::sampler::Sampling;
@@ -20,6 +20,7 @@ use r3_ring::frame::{FrameMeta, encode, frame_bytes};
 use r3_ring::writer::Writer;
 use r3_scheduler::request::Finished;
 use r3_tasks::dataset::{Dataset, Prompt};
+use r3_tasks::retries::Retries;
 use r3_tasks::reward::Reward;
 use r3_tasks::tokenizer::Tokenizer;
 use r3_telemetry::progress::Bar;
@@ -36,7 +37,7 @@ use crate::sample_stats::SampleStats;
 pub struct SampleSpec {
     /// Rollouts of a prompt.
     pub group_size: u32,
-    /// Tokens of a completion at most.
+    /// Tokens of an answer at most.
     pub max_new_tokens: usize,
     /// Any of these ends a completion.
     pub stop_tokens: Arc<[TokenId]>,
@@ -44,11 +45,34 @@ pub struct SampleSpec {
     pub sampling: Sampling,
     /// Seed of the run.
     pub seed: u64,
+    /// How often a rollout may answer.
+    pub retries: Retries,
     /// What a refit does to unfinished rollouts.
     pub in_flight: InFlight,
     /// Versions that may lie between a group's first one and the one served, for the group not to be in this step: the
     /// bound on staleness, less what one step adds to it.
     pub max_lag: u64,
+}
+
+impl SampleSpec {
+    /// How the turn that `rollout` ends with ended, if it did: a checkpoint keeps nothing of what was said after it.
+    fn end_of_turn(&self, rollout: &Finished) -> Option<FinishReason> {
+        let last = rollout.tokens.last().filter(|_| rollout.n_sampled_in_last_turn() > 0)?;
+        if self.stop_tokens.contains(last) {
+            return Some(FinishReason::Stop);
+        }
+        (rollout.n_sampled_in_last_turn() == self.max_new_tokens).then_some(FinishReason::Length)
+    }
+
+    /// How a rollout goes on that was begun like this.
+    fn continuation(&self) -> Continuation {
+        Continuation {
+            max_new_tokens: self.max_new_tokens,
+            stop_tokens: Arc::clone(&self.stop_tokens),
+            sampling: self.sampling,
+            seed: self.seed,
+        }
+    }
 }
 
 /// What a worker is built from.
@@ -159,24 +183,41 @@ impl Worker {
         Ok(())
     }
 
-    /// Gives the engine back what was taken out of it. Groups go in the order of their age, so the engine plans as if they
+    /// Gives the engine back what was taken out of it. They go in the order of their age, so the engine plans as if they
     /// had never left.
     fn resume(&mut self) -> Result<(), RunError> {
-        let Self { parts: WorkerParts { engine, spec, pending, .. }, .. } = self;
-        let how = Continuation {
-            max_new_tokens: spec.max_new_tokens,
-            stop_tokens: Arc::clone(&spec.stop_tokens),
-            sampling: spec.sampling,
-            seed: spec.seed,
-        };
-        let mut partial = mem::take(&mut pending.partial).into_iter().peekable();
-        while let Some(first) = partial.next() {
+        let mut partial = mem::take(&mut self.parts.pending.partial).into_iter().peekable();
+        while let Some(mut first) = partial.next() {
+            if let Some(finish) = self.parts.spec.end_of_turn(&first) {
+                first.finish = finish;
+                let reply =
+                    self.reply(&first, 0.0).expect("a rollout whose last answer ended is not unfinished");
+                self.ask_again(first, &reply)?;
+                continue;
+            }
             let mut members = vec![first];
-            while let Some(next) = partial.next_if(|next| next.group == members[0].group) {
+            while let Some(next) = partial
+                .next_if(|next| next.group == members[0].group && self.parts.spec.end_of_turn(next).is_none())
+            {
                 members.push(next);
             }
-            engine.resume(members, &how).map_err(|returned| returned.error)?;
+            let how = self.parts.spec.continuation();
+            self.parts.engine.resume(members, &how).map_err(|returned| returned.error)?;
         }
+        Ok(())
+    }
+
+    /// What follows the last answer of `rollout`, if it does not end with it.
+    fn reply(&self, rollout: &Finished, score: f32) -> Option<String> {
+        let problem = &self.parts.dataset.train[self.parts.pending.problem(rollout.group)];
+        self.parts.spec.retries.reply(problem, rollout.turns.len(), score)
+    }
+
+    /// Lets the engine sample another answer after `reply`.
+    fn ask_again(&mut self, rollout: Finished, reply: &str) -> Result<(), RunError> {
+        let WorkerParts { engine, spec, tokenizer, .. } = &mut self.parts;
+        let given = tokenizer.encode(reply)?;
+        engine.next_turn(rollout, &given, &spec.continuation()).map_err(|returned| returned.error)?;
         Ok(())
     }
 
@@ -201,17 +242,20 @@ impl Worker {
         self.pulse.beat();
         let mut ended = Vec::new();
         while let Some(finished) = self.parts.engine.take_finished() {
-            ended.push(self.score(finished, stats)?);
+            if let Some(scored) = self.score(finished, stats)? {
+                ended.push(scored);
+                bar.inc(1);
+            }
             self.pulse.beat();
-            bar.inc(1);
         }
         Ok(ended)
     }
 
-    fn score(&mut self, rollout: Finished, stats: &mut SampleStats) -> Result<Scored, RunError> {
+    /// Scores an answer. `None` if it was wrong and another one may be given, which the engine now samples.
+    fn score(&mut self, rollout: Finished, stats: &mut SampleStats) -> Result<Option<Scored>, RunError> {
         let start = Instant::now();
         let origin = self.origin();
-        let WorkerParts { dataset, reward, tokenizer, pending, .. } = &mut self.parts;
+        let WorkerParts { dataset, reward, tokenizer, pending, .. } = &self.parts;
         let problem = &dataset.train[pending.problem(rollout.group)];
         let reward = match judge(&rollout, problem, &**reward, tokenizer)? {
             Ok(score) => Outcome::Score(score),
@@ -221,9 +265,14 @@ impl Worker {
                 Outcome::Failed
             }
         };
-        pending.end_one(rollout.group);
         stats.reward_s += start.elapsed().as_secs_f64();
-        Ok(Scored { rollout, reward, origin })
+        let score = reward.score().unwrap_or(f32::INFINITY);
+        if let Some(reply) = self.reply(&rollout, score) {
+            self.ask_again(rollout, &reply)?;
+            return Ok(None);
+        }
+        self.parts.pending.end_one(rollout.group);
+        Ok(Some(Scored { rollout, reward, origin }))
     }
 
     /// Writes the frame of a rollout: the one copy its routes ever see.
@@ -337,15 +386,19 @@ mod tests {
     }
 
     impl Rollouts {
-        /// Five of eight to sixteen sequences run at once, so that refits find some running, some waiting and some whole.
         fn new(in_flight: InFlight) -> Self {
+            Self::of(in_flight, Retries { attempts: 1 })
+        }
+
+        /// Five of eight to sixteen sequences run at once, so that refits find some running, some waiting and some whole.
+        fn of(in_flight: InFlight, retries: Retries) -> Self {
             let (mut parts, ring) = worker_parts(Arc::new(ExactMatch), Duration::from_secs(60));
             let config = EngineConfig::from_recipe(&recipe().engine, recipe().rollout.dtype, true);
             let config = EngineConfig { max_running: 5, max_batch_tokens: 16, block_tokens: 4, ..config };
             let weights = FreshWeights::new(&model(), 1);
             parts.engine = Engine::new(config, &model(), &weights, PolicyVersion(0)).unwrap();
             parts.dataset = Arc::new(Dataset { held_out: dataset().train, ..dataset() });
-            parts.spec = SampleSpec { max_new_tokens: 7, in_flight, max_lag: 1, ..parts.spec };
+            parts.spec = SampleSpec { max_new_tokens: 7, in_flight, max_lag: 1, retries, ..parts.spec };
             let prompts =
                 Prompts::new(Arc::clone(&parts.dataset), Arc::clone(&parts.tokenizer), 3, 0).unwrap();
             let worker = Worker::new(parts, Pulse::default());
@@ -357,7 +410,8 @@ mod tests {
             let dir = tempfile::tempdir().unwrap();
             let snapshot = self.worker.snapshot();
             snapshot.write(dir.path()).unwrap();
-            let mut other = Self::new(self.worker.parts.spec.in_flight);
+            let SampleSpec { in_flight, retries, .. } = self.worker.parts.spec;
+            let mut other = Self::of(in_flight, retries);
             other.prompts = other.prompts_at(self.prompts.cursor());
             let expected = Expected { group_size: 2, routes: Some(model().route_dims()) };
             let begun = snapshot.begun.iter().map(|(group, version)| (group.0, version.0)).collect();
@@ -385,7 +439,8 @@ mod tests {
                 let frame = Frame::decode(self.ring.bytes(id)).unwrap();
                 let RolloutView { versions, .. } = frame.rollout();
                 let versions = versions.iter().map(|version| version.0).collect();
-                self.taken.push((format!("{:?} {:?}", frame.rollout(), frame.reward()), versions));
+                let taken = format!("{:?} {:?} {:?}", frame.rollout(), frame.mask(), frame.reward());
+                self.taken.push((taken, versions));
                 self.ring.release(id);
             }
         }
@@ -495,6 +550,49 @@ mod tests {
                 assert_eq!(after.taken, expected, "{in_flight:?} after {n_before} steps");
                 before.steps(6 - n_before);
                 assert_eq!(before.taken, expected, "a checkpoint changes nothing");
+            }
+        }
+    }
+
+    #[test]
+    fn a_wrong_answer_is_answered_and_what_is_said_then_is_not_trained_on() {
+        let (mut parts, mut ring) = worker_parts(Arc::new(ExactMatch), Duration::from_secs(60));
+        parts.spec.retries = Retries { attempts: 3 };
+        let tokenizer = Arc::clone(&parts.tokenizer);
+        let prompts = Prompts::new(Arc::clone(&parts.dataset), Arc::clone(&tokenizer), 3, 0).unwrap().take(2);
+        let mut worker = Worker::new(parts, Pulse::default());
+        let stats = worker.sample(prompts.unwrap(), 2, &bar()).unwrap();
+        assert_eq!((stats.n_rollouts(), stats.turns), (4, 12), "random weights are never right");
+        assert_eq!(stats.completion_tokens, stats.sampled_tokens);
+        while let Ok(id) = ring.next(Duration::ZERO) {
+            let frame = Frame::decode(ring.bytes(id)).unwrap();
+            let rollout = frame.rollout();
+            let given = rollout.completion().iter().zip(frame.mask()).filter(|&(_, &mask)| mask == 0);
+            let given: Vec<TokenId> = given.map(|(&token, _)| token).collect();
+            let prompt = tokenizer.decode(rollout.prompt()).unwrap();
+            assert_eq!(tokenizer.decode(&given).unwrap(), format!("no. {prompt}no. {prompt}"));
+            assert_eq!(rollout.routes.unwrap().rows(), rollout.tokens.len() - 1);
+            ring.release(id);
+        }
+        assert_eq!((worker.parts.pending.n_groups(), worker.parts.engine.n_open_requests()), (0, 0));
+    }
+
+    #[test]
+    fn rollouts_that_answer_again_go_on_alike_whoever_holds_them_and_in_another_process() {
+        let retries = Retries { attempts: 2 };
+        let after = |in_flight, n| {
+            let mut rollouts = Rollouts::of(in_flight, retries);
+            rollouts.steps(n);
+            rollouts
+        };
+        let expected = after(InFlight::Continue, 5).taken;
+        assert_eq!(expected, after(InFlight::Abort, 5).taken);
+        for in_flight in MODES {
+            let expected = after(in_flight, 5).taken;
+            for n_before in [1, 3] {
+                let mut resumed = after(in_flight, n_before).resumed();
+                resumed.steps(5 - n_before);
+                assert_eq!(resumed.taken, expected, "{in_flight:?} after {n_before} steps");
             }
         }
     }

@@ -295,6 +295,7 @@ fn check_task(task: &Task) -> Result<(), Rule> {
     match task {
         Task::Arithmetic(arithmetic) => {
             within("task.arithmetic.digits", arithmetic.digits, Limit::UpTo(9), "2")?;
+            within("task.arithmetic.attempts", arithmetic.attempts, Limit::UpTo(16), "1 or 2")?;
             let pairs = arithmetic.n_problems();
             if usize::try_from(pairs).is_ok_and(|pairs| arithmetic.held_out >= pairs) {
                 let (held_out, digits) = (arithmetic.held_out, arithmetic.digits);

@@ -72,6 +72,15 @@ impl Task {
             Self::Jsonl(jsonl) => jsonl.reward,
         }
     }
+
+    /// Answers that a rollout may give.
+    #[must_use]
+    pub fn attempts(&self) -> usize {
+        match self {
+            Self::Arithmetic(arithmetic) => arithmetic.attempts as usize,
+            Self::Jsonl(_) => 1,
+        }
+    }
 }
 
 /// `47+38=` → `85`: every pair of operands from `10^(digits - 1)` to `10^digits - 1`, or 65,536
@@ -87,6 +96,9 @@ pub struct Arithmetic {
     pub seed: u64,
     /// How a completion is judged.
     pub reward: Reward,
+    /// Answers a rollout may give, 1 to 16: after a wrong one it is told so and tries again, and the last one counts.
+    /// Evaluations take the first.
+    pub attempts: u32,
 }
 
 impl Arithmetic {
@@ -99,7 +111,7 @@ impl Arithmetic {
 
 impl Default for Arithmetic {
     fn default() -> Self {
-        Self { digits: 2, held_out: 1000, seed: 0, reward: Reward::ExactMatch }
+        Self { digits: 2, held_out: 1000, seed: 0, reward: Reward::ExactMatch, attempts: 1 }
     }
 }
 

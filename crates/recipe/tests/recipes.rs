@@ -66,7 +66,8 @@ fn a_full_recipe_says_what_it_says() {
 #[test]
 fn what_is_left_out_takes_its_default() {
     let recipe = parse(SHORT);
-    let arithmetic = Arithmetic { digits: 2, held_out: 1000, seed: 0, reward: Reward::ExactMatch };
+    let arithmetic =
+        Arithmetic { digits: 2, held_out: 1000, seed: 0, reward: Reward::ExactMatch, attempts: 1 };
     assert_eq!(recipe.task, Task::Arithmetic(arithmetic));
     assert_eq!(recipe.rollout.temperature, 1.0);
     assert_eq!(recipe.rollout.stop_token_ids, None);

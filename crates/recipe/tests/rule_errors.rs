@@ -186,6 +186,8 @@ run: { out: b }
 const BEYOND: &[&str] = &[
     "task.arithmetic.digits=0",
     "task.arithmetic.digits=10",
+    "task.arithmetic.attempts=0",
+    "task.arithmetic.attempts=17",
     "rollout.groups=0",
     "rollout.groups=16777217",
     "rollout.group_size=1",

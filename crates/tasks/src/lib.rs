@@ -12,6 +12,7 @@ pub mod dataset;
 pub mod error;
 pub mod jsonl;
 pub mod number;
+pub mod retries;
 pub mod reward;
 pub mod script;
 pub mod tokenizer;

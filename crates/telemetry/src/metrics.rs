@@ -114,7 +114,9 @@ metrics! {
     Gauge ROLLOUT_PARTIAL_RATIO = "rollout_partial_ratio" => "r3_rollout_partial_ratio", "share", 0.0..=1.0,
         "Rollouts that more than one policy version sampled, since they were in flight at a refit.";
     Gauge RESPONSE_LENGTH_MEAN = "response_length/mean" => "r3_response_length" [stat = "mean"], "tokens", POSITIVE,
-        "Mean tokens of a completion.";
+        "Mean sampled tokens of a rollout.";
+    Gauge NUM_TURNS_MEAN = "num_turns/mean" => "r3_num_turns" [stat = "mean"], "turns", POSITIVE,
+        "Mean turns that a rollout sampled; 1 unless a wrong answer may be followed by another.";
     Gauge RESPONSE_CLIP_RATIO = "response_length/clip_ratio" => "r3_response_length" [stat = "clip_ratio"],
         "share", 0.0..=0.1, "Completions cut off at max_new_tokens.";
     DatasetGauge VAL_CORE_MEAN = "val-core/<dataset>/mean@1" => "r3_val_core" [stat = "mean@1"], "share", 0.0..=1.0,

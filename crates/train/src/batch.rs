@@ -44,8 +44,18 @@ pub struct Sample<'a> {
     pub rollout: RolloutView<'a>,
     /// What its task said.
     pub reward: Reward,
-    /// `[N]`: 0 for sampled tokens that are not trained on; `None` trains on all.
+    /// `[N]`: 0 for tokens that are not trained on, such as those that were given between two turns; `None` trains on
+    /// all.
     pub mask: Option<&'a [u8]>,
+}
+
+impl Sample<'_> {
+    /// Tokens trained on.
+    #[must_use]
+    pub fn n_trained(&self) -> usize {
+        let n_tokens = self.rollout.completion().len();
+        self.mask.map_or(n_tokens, |mask| mask.iter().filter(|&&kept| kept != 0).count())
+    }
 }
 
 /// All rollouts of one prompt.
@@ -259,8 +269,7 @@ fn weigh<'a>(samples: &[Sample<'a>], objective: &Objective) -> (Signal, Vec<Sequ
         .collect();
     let group = advantages(&shaped, objective.normalise_std);
     let sequences = samples.iter().zip(group.advantages).filter_map(|(sample, advantage)| {
-        let n_sampled = sample.rollout.completion().len();
-        let n_trained = sample.mask.map_or(n_sampled, |mask| mask.iter().filter(|&&kept| kept != 0).count());
+        let n_trained = sample.n_trained();
         let advantage = advantage? as f32;
         (n_trained > 0).then_some(Sequence { sample: *sample, advantage, n_trained })
     });

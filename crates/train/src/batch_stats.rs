@@ -25,7 +25,7 @@ pub struct BatchStats {
     pub reward_std: f64,
     /// Mean overlong punishment, 0 or less.
     pub overlong_mean: f64,
-    /// Mean sampled tokens of a rollout.
+    /// Mean sampled tokens of a rollout: those that are trained on.
     pub response_length_mean: f64,
     /// Most sampled tokens of a rollout.
     pub response_length_max: usize,
@@ -39,10 +39,7 @@ pub struct BatchStats {
 
 /// What a sample's reward becomes before it is compared.
 pub(crate) fn overlong(sample: &Sample<'_>, objective: &Objective) -> f64 {
-    objective
-        .overlong
-        .as_ref()
-        .map_or(0.0, |overlong| punishment(sample.rollout.completion().len(), overlong))
+    objective.overlong.as_ref().map_or(0.0, |overlong| punishment(sample.n_trained(), overlong))
 }
 
 /// Counts the rollouts of a batch as they are packed.
@@ -59,7 +56,7 @@ impl BatchCounter {
     pub(crate) fn add_group(&mut self, samples: &[Sample<'_>], objective: &Objective) {
         self.stats.n_groups += 1;
         for sample in samples {
-            let n_sampled = sample.rollout.completion().len();
+            let n_sampled = sample.n_trained();
             self.stats.n_rollouts += 1;
             self.stats.n_rewards_failed += usize::from(sample.reward == Reward::Failed);
             self.stats.response_length_max = self.stats.response_length_max.max(n_sampled);
@@ -84,5 +81,29 @@ impl BatchCounter {
         stats.response_length_mean = self.n_sampled as f64 / n_rollouts;
         stats.response_length_clip_ratio = self.n_cut_off as f64 / n_rollouts;
         stats
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use r3_recipe::learning::{Algorithm, Dapo, Overlong};
+
+    use crate::batch::{Batch, Limits, RoutesUse};
+    use crate::fixtures::{OwnedRollout, with_groups};
+
+    #[test]
+    fn given_tokens_count_neither_as_length_nor_as_overlong() {
+        let mut rollouts = [OwnedRollout::new(1, 0, (2, 6), 1.0), OwnedRollout::new(1, 1, (2, 4), 0.0)];
+        rollouts[0].mask = Some(vec![1, 0, 0, 0, 1, 1]);
+        let overlong = Some(Overlong { max_tokens: 4, cache_tokens: 2, factor: 1.0 });
+        let algorithm = Algorithm::Dapo(Dapo { overlong, ..Dapo::default() });
+        let limits = Limits { mini_steps: 1, micro_batch_tokens: 100, routes: RoutesUse::None };
+        with_groups(&rollouts, |groups| {
+            let batch = Batch::pack(groups, &algorithm, limits).unwrap();
+            let stats = batch.stats();
+            assert_eq!((stats.response_length_mean, stats.response_length_max), (3.5, 4));
+            assert_eq!(stats.overlong_mean, -(0.5 + 1.0) / 2.0);
+            assert_eq!((stats.n_trained, stats.n_inputs), (3 + 4, 7 + 5));
+        });
     }
 }
