@@ -35,6 +35,7 @@ fn main() -> Result<()> {
 
 /// Bytes of rollouts: prompt, sampled tokens, then as `Parts` draws them.
 fn frames() -> Result<()> {
+    let mut written: Vec<Vec<u8>> = Vec::new();
     for (seed, (prompt, sampled, routes)) in
         [(3, 5, 1), (1, 1, 1), (4, 0, 1), (2, 7, 0), (1, 0, 0), (9, 12, 2), (1, 3, 3), (5, 4, 2)]
             .into_iter()
@@ -48,8 +49,11 @@ fn frames() -> Result<()> {
         }));
         let frame = frame_of(&input);
         write("frame_bytes", &format!("seed-{seed}"), &frame)?;
+        written.push(frame.clone());
+        write("frame_file", &format!("seed-{seed}"), written[written.len().saturating_sub(3)..].concat())?;
         write("frame_bytes", &format!("seed-{seed}-cut"), &frame[..frame.len() - 8])?;
         write("frame_resealed", &format!("seed-{seed}"), &frame)?;
+        write("frame_file", &format!("seed-{seed}-cut"), &frame[..frame.len() - 8])?;
         let mut damaged = frame.clone();
         damaged[120 + seed] ^= 0x81;
         write("frame_resealed", &format!("seed-{seed}-damaged"), &damaged)?;

@@ -3,7 +3,7 @@
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::rollout::{FinishReason, Reward, RolloutView};
 use r3_core::routes::{RouteDims, RouteRows, write_ids};
-use r3_ring::frame::{Frame, FrameMeta, encode, frame_bytes};
+use r3_ring::frame::{Frame, FrameMeta, decode_all, encode, frame_bytes};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::bounded::bounded;
@@ -12,6 +12,9 @@ use crate::said::check_said;
 
 /// Which choice last named each of 65,536 experts is all that reading a frame holds.
 const READ_BYTES: usize = (1 << 16) * size_of::<usize>();
+
+/// Beside that, a list of frames holds a few words for each header of a frame.
+const FRAMES_FACTOR: usize = 8;
 
 /// Any bytes as a frame.
 ///
@@ -30,6 +33,36 @@ pub fn resealed(input: &[u8]) -> bool {
     let mut frame = Aligned::copy(input);
     reseal(frame.bytes_mut());
     check(frame.bytes()).is_some()
+}
+
+/// Frames one after another, as in a file, each resealed where it starts.
+///
+/// # Panics
+/// If a property does not hold.
+pub fn file(input: &[u8]) -> bool {
+    let mut file = Aligned::copy(input);
+    let starts =
+        (0..input.len()).step_by(8).filter(|&at| input[at..].get(MAGIC..MAGIC + 8) == Some(MAGIC_BYTES));
+    let mut ends: Vec<usize> = starts.filter(|&start| start > 0).chain([input.len()]).collect();
+    ends.dedup();
+    let mut start = 0;
+    for end in ends {
+        reseal(&mut file.bytes_mut()[start..end]);
+        start = end;
+    }
+    let bytes = file.bytes();
+    match bounded(bytes, READ_BYTES, FRAMES_FACTOR, || decode_all(bytes)) {
+        Ok(frames) => {
+            frames.iter().for_each(check_contract);
+            let n_bytes: usize = frames.iter().map(|frame| frame_bytes(&frame.rollout())).sum();
+            assert_eq!(n_bytes, bytes.len(), "{} frames", frames.len());
+            !frames.is_empty()
+        }
+        Err(error) => {
+            check_said(&error.to_string(), &error.hint());
+            false
+        }
+    }
 }
 
 /// A rollout made of the bytes comes back as it was, and a frame with any bit changed does not come back.
@@ -119,6 +152,7 @@ fn check_canonical(frame: &Frame<'_>, bytes: &[u8]) {
 
 /// Where fields of the header lie; [`round_trip`] notices when they move.
 const MAGIC: usize = 8;
+const MAGIC_BYTES: &[u8] = b"r3frame\0";
 const TOTAL_BYTES: usize = 16;
 const TOKEN_DIGEST: usize = 40;
 const N_TOKENS: usize = 56;
@@ -133,7 +167,7 @@ fn reseal(bytes: &mut [u8]) {
         return;
     }
     let total_bytes = bytes.len() as u64;
-    bytes[MAGIC..][..8].copy_from_slice(b"r3frame\0");
+    bytes[MAGIC..][..8].copy_from_slice(MAGIC_BYTES);
     bytes[TOTAL_BYTES..][..8].copy_from_slice(&total_bytes.to_le_bytes());
     bytes[FORMAT_VERSION..][..4].copy_from_slice(&1_u32.to_le_bytes());
     if let Some(token_digest) = tokens(bytes).map(xxh3_64) {

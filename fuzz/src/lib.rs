@@ -26,8 +26,9 @@ pub struct Target {
 }
 
 /// All targets.
-pub const TARGETS: [Target; 11] = [
+pub const TARGETS: [Target; 12] = [
     Target { name: "frame_bytes", body: frame::any_bytes },
+    Target { name: "frame_file", body: frame::file },
     Target { name: "frame_resealed", body: frame::resealed },
     Target { name: "frame_round_trip", body: frame::round_trip },
     Target { name: "model_config", body: config::text },
