@@ -1,7 +1,7 @@
 //! NumPy's array file, as far as routes need it: integers, little-endian, rows outermost.
 //!
-//! Written is format version 1.0, with the spaces that NumPy 1.24 and later put into the header, so that the bytes are
-//! those of `numpy.save`. Read are versions 1 to 3.
+//! Written is format version 1.0, byte by byte as `numpy.save` does: with three sizes the header is short enough that no
+//! version of NumPy pads it otherwise. Read are versions 1 to 3.
 //! Source: the description of the format in NumPy's documentation (`numpy.lib.format`).
 
 use crate::array::{Array, Element};
@@ -27,18 +27,13 @@ fn description(element: Element) -> &'static str {
 /// Bytes that header and what precedes it fill a multiple of.
 const ALIGN: usize = 64;
 
-/// Digits that NumPy leaves room for, so that the outermost size can grow in place.
-const GROWTH_DIGITS: usize = 21;
-
 /// The file of an array.
 #[must_use]
 pub(crate) fn write(shape: [usize; 3], element: Element, bytes: &[u8]) -> Vec<u8> {
     let [rows, layers, top_k] = shape;
     let mut header = format!(
-        "{{'descr': '{}', 'fortran_order': False, 'shape': ({rows}, {layers}, {top_k}), }}{:2$}",
-        description(element),
-        "",
-        GROWTH_DIGITS.saturating_sub(rows.to_string().len())
+        "{{'descr': '{}', 'fortran_order': False, 'shape': ({rows}, {layers}, {top_k}), }}",
+        description(element)
     );
     let before = MAGIC.len() + 4;
     let unpadded = before + header.len() + 1;

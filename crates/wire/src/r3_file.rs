@@ -399,3 +399,18 @@ fn hash(text: Option<&str>, key: &'static str, sample: &Sample) -> Result<Option
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use xxhash_rust::xxh3::xxh3_64;
+
+    use super::*;
+
+    #[test]
+    fn the_digest_is_that_of_the_tokens_of_a_frame() {
+        // More than the 256 bytes that xxh3 takes at once when it is streamed.
+        let tokens: Vec<TokenId> = (0..300).map(|n| TokenId(n * 7919)).collect();
+        let section: Vec<u8> = tokens.iter().flat_map(|token| token.0.to_le_bytes()).collect();
+        assert_eq!(token_digest(&tokens), xxh3_64(&section));
+    }
+}

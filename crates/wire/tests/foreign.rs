@@ -9,12 +9,14 @@ use r3_core::ids::{GroupId, TokenId};
 use r3_core::rollout::Reward;
 use r3_core::routes::{IdWidth, RouteDims, RouteRows};
 use r3_wire::array::Element;
+use r3_wire::check::Sample;
 use r3_wire::document::{self, Reading};
 use r3_wire::error::WireError;
 use r3_wire::layout::Layout;
 use r3_wire::model::ModelShape;
 use r3_wire::r3_file;
 use r3_wire::record::{Record, Routes};
+use r3_wire::{nemo_rl, prime_rl};
 use serde_json::{Value, json};
 
 /// `np.save(buffer, full.astype(np.int16)); b64(buffer)`
@@ -72,7 +74,7 @@ fn base64(bytes: &[u8]) -> String {
     base64::engine::general_purpose::STANDARD.encode(bytes)
 }
 
-fn prime_rl(data: &str) -> Value {
+fn prime_rl_object(data: &str) -> Value {
     json!({ "data": data, "shape": [3, 3, 2], "start": 0, "dtype": "uint8" })
 }
 
@@ -120,7 +122,7 @@ fn what_numpy_made_is_read() {
         (Layout::Sglang, SGLANG.into()),
         (Layout::NemoRl, NEMO_RL.into()),
         (Layout::NemoRl, NEMO_RL_MOE_LAYERS.into()),
-        (Layout::PrimeRl, prime_rl(PRIME_RL)),
+        (Layout::PrimeRl, prime_rl_object(PRIME_RL)),
         (Layout::R3, r3(R3)),
         (Layout::Lists, json!(EXPERTS)),
         (
@@ -158,7 +160,7 @@ fn what_numpy_made_is_written() {
     assert_eq!(payload(Layout::Atom, "/choices/0/routed_experts"), ATOM);
     assert_eq!(payload(Layout::Sglang, "/meta_info/routed_experts"), SGLANG);
     assert_eq!(payload(Layout::NemoRl, "/routed_experts"), NEMO_RL);
-    assert_eq!(payload(Layout::PrimeRl, "/choices/0/routed_experts"), prime_rl(PRIME_RL));
+    assert_eq!(payload(Layout::PrimeRl, "/choices/0/routed_experts"), prime_rl_object(PRIME_RL));
 }
 
 #[test]
@@ -178,13 +180,58 @@ fn answers_come_in_lines_and_with_several_choices() {
 }
 
 #[test]
+fn what_an_answer_counts_of_all_its_choices_is_not_taken_for_one() {
+    let choices = json!([{ "routed_experts": VLLM }, { "routed_experts": VLLM }]);
+    let counted = json!({ "usage": { "prompt_tokens": 2, "completion_tokens": 4 }, "choices": choices });
+    let records = read(Layout::Vllm, &counted).unwrap();
+    assert_eq!(records.iter().map(Record::n_tokens).collect::<Vec<_>>(), [Some(4), Some(4)]);
+    let only = json!({ "usage": { "prompt_tokens": 2, "completion_tokens": 4 }, "choices": [choices[0]] });
+    assert!(refusal_of(Layout::Vllm, &only).contains("3 rows from position 0, but the 6 tokens need 5"));
+}
+
+#[test]
+fn an_id_behind_the_last_of_256_is_refused_though_a_byte_cannot_hold_it() {
+    let model = ModelShape::new(1, vec![0], 1, 256).unwrap();
+    let payload = json!({ "data": base64(&[255, 0, 0, 1]), "shape": [2, 1, 1], "dtype": "uint16" });
+    let reading = Reading { layout: Layout::PrimeRl, model: Some(&model), start: 0 };
+    let error = document::read(payload.to_string().as_bytes(), &reading).unwrap_err();
+    assert!(
+        error.to_string().ends_with("position 1: expert 256 does not exist (the layer has 256)"),
+        "{error}"
+    );
+}
+
+#[test]
+fn an_envelope_takes_the_narrowest_type_that_says_minus_1_and_the_last_expert() {
+    for (n_experts, dtype) in [(128, "int8"), (129, "int16"), (32_768, "int16"), (32_769, "int32")] {
+        let model = ModelShape::new(1, vec![0], 1, n_experts).unwrap();
+        let mut rows = RouteRows::with_capacity(model.dims(), 1);
+        rows.append(&vec![1; model.dims().row_bytes()]);
+        let text = nemo_rl::write(rows.view(), &model, &Sample::new(Layout::NemoRl, 0)).unwrap();
+        assert!(text.starts_with(&format!("nrlre1:{dtype}:2x1x1:")), "{n_experts}: {text}");
+    }
+}
+
+#[test]
+fn an_object_says_itself_where_its_rows_begin() {
+    let payload = prime_rl::Payload {
+        data: base64(&[0, 0, 3, 1, 0, 0]),
+        shape: vec![1, 3, 2],
+        start: 5,
+        dtype: "uint8".into(),
+    };
+    let error = prime_rl::read(&payload, &model(), &Sample::new(Layout::PrimeRl, 0)).unwrap_err();
+    assert!(error.to_string().contains("each of the 1 positions from 5 on"), "{error}");
+}
+
+#[test]
 fn a_layout_is_guessed_where_it_can_be_no_other() {
     let guess = |text: &str| Layout::guess(text.as_bytes());
     for (layout, payload) in [
         (Layout::Vllm, Value::from(VLLM)),
         (Layout::Sglang, SGLANG.into()),
         (Layout::NemoRl, NEMO_RL.into()),
-        (Layout::PrimeRl, prime_rl(PRIME_RL)),
+        (Layout::PrimeRl, prime_rl_object(PRIME_RL)),
         (Layout::R3, r3(R3)),
         (Layout::Lists, json!(EXPERTS)),
     ] {
@@ -234,14 +281,14 @@ fn lines(refusals: &[String]) -> String {
 
 #[test]
 fn payloads_that_are_cut_or_of_another_shape_are_refused() {
-    let prime = |key, value: Value| refusal(Layout::PrimeRl, with(prime_rl(PRIME_RL), key, value));
+    let prime = |key, value: Value| refusal(Layout::PrimeRl, with(prime_rl_object(PRIME_RL), key, value));
     let nemo = |from, to| refusal(Layout::NemoRl, NEMO_RL.replacen(from, to, 1));
     insta::assert_snapshot!(lines(&[
         refusal(Layout::Vllm, &VLLM[..VLLM.len() - 4]),
         refusal(Layout::Vllm, &VLLM[..40]),
         refusal(Layout::Vllm, &VLLM[1..]),
         refusal(Layout::Vllm, SGLANG),
-        refusal(Layout::Vllm, prime_rl(PRIME_RL)),
+        refusal(Layout::Vllm, prime_rl_object(PRIME_RL)),
         refusal(Layout::Sglang, &SGLANG[..SGLANG.len() - 4]),
         refusal(Layout::Sglang, &SGLANG[..SGLANG.len() - 1]),
         refusal(Layout::Sglang, "AAAA*AAA"),
@@ -293,11 +340,11 @@ fn routes_that_break_the_contract_are_refused_by_turn_layer_and_position() {
     let changed = |at: usize, expert: u8| {
         let mut bytes: Vec<u8> = vec![0, 0, 3, 1, 0, 2, 0, 0, 2, 0, 1, 3, 0, 0, 1, 2, 3, 0];
         bytes[at] = expert;
-        refusal(Layout::PrimeRl, prime_rl(&base64(&bytes)))
+        refusal(Layout::PrimeRl, prime_rl_object(&base64(&bytes)))
     };
     let negative =
         json!({ "data": base64(&[0, 0, 3, 1, 0, 254]), "shape": [1, 3, 2], "start": 2, "dtype": "int8" });
-    let short = |start: usize| with(prime_rl(PRIME_RL), "start", start);
+    let short = |start: usize| with(prime_rl_object(PRIME_RL), "start", start);
     insta::assert_snapshot!(lines(&[
         changed(2, 4),
         changed(9, 2),
@@ -305,7 +352,7 @@ fn routes_that_break_the_contract_are_refused_by_turn_layer_and_position() {
         refusal(Layout::PrimeRl, negative),
         refusal(Layout::PrimeRl, short(1)),
         refusal(Layout::PrimeRl, short(4)),
-        refusal_of(Layout::PrimeRl, &with(answer(Layout::PrimeRl, prime_rl(PRIME_RL)), "prompt_token_ids", json!([6]))),
+        refusal_of(Layout::PrimeRl, &with(answer(Layout::PrimeRl, prime_rl_object(PRIME_RL)), "prompt_token_ids", json!([6]))),
         refusal(Layout::PrimeRl, Value::Null),
         refusal_of(Layout::Sglang, &json!({ "output_ids": [7], "meta_info": {} })),
     ]), @r"
