@@ -16,11 +16,11 @@ pub(crate) fn memory_line(budget: &MemoryBudget, max_tokens: usize) -> String {
         return format!("{kv}, none of them for routes");
     }
     format!(
-        "{kv}, of which routes {} ({}); beside it, traces of {} running sequences: up to {}B",
+        "{kv}, of which routes {} ({}); beside it, up to {}B of traces when {} sequences end at once",
         exact(budget.route_bytes_per_token()),
         percent(budget.route_share()),
-        budget.max_running,
-        short(budget.trace_bytes(max_tokens) as f64)
+        short(budget.trace_bytes(max_tokens) as f64),
+        budget.max_running
     )
 }
 
@@ -49,8 +49,8 @@ mod tests {
     fn the_line_says_what_a_token_and_its_routes_cost() {
         assert_eq!(
             memory_line(&budget(), 19),
-            "KV memory 64MiB: 58896 tokens of 1057.5 bytes, of which routes 33.5 (3.2%); beside it, traces of 128 \
-             running sequences: up to 73.7kB"
+            "KV memory 64MiB: 58896 tokens of 1057.5 bytes, of which routes 33.5 (3.2%); beside it, up to 73.7kB of \
+             traces when 128 sequences end at once"
         );
     }
 
