@@ -280,6 +280,20 @@ fn what_cannot_be_read_is_refused() {
 
     hint: describe the model that sampled: with --model DIR, or with --layers, --moe-layers, --experts and --top-k
     ");
+    assert_snapshot!(refused(&directory, &["show", "flat", "--from", "sglang", "--experts", "4"]), @r"
+    exit 2
+    error: what model the routes are of is not clear
+      caused by: which model sampled is not said, and these routes do not say it
+
+    hint: describe the model that sampled: with --model DIR, or with --layers, --moe-layers, --experts and --top-k
+    ");
+    assert_snapshot!(refused(&directory, &[&["show", "flat", "--from", "sglang"], &MODEL[2..], &["--layers", "2"]].concat()), @r"
+    exit 2
+    error: what model the routes are of is not clear
+      caused by: MoE layer 2 does not exist in a model of 2 layers
+
+    hint: describe the model that sampled: with --model DIR, or with --layers, --moe-layers, --experts and --top-k
+    ");
     assert_snapshot!(refused(&directory, &["show", "a.jsonl", "--sample", "2"]), @r"
     exit 2
     error: a.jsonl has no sample 2: it has 2
@@ -362,14 +376,14 @@ fn what_cannot_be_converted_is_refused_and_nothing_is_written() {
     ");
     assert_snapshot!(convert(&["a.jsonl", "out.json", "--to", "sglang"]), @r"
     exit 2
-    error: cannot write the routes as asked
+    error: what model the routes are of is not clear
       caused by: which model sampled is not said, and these routes do not say it
 
     hint: describe the model that sampled: with --model DIR, or with --layers, --moe-layers, --experts and --top-k
     ");
     assert_snapshot!(convert(&["a.jsonl", "out.json", "--to", "sglang", "--layers", "2"]), @r"
     exit 2
-    error: cannot write the routes as asked
+    error: what model the routes are of is not clear
       caused by: MoE layer 2 does not exist in a model of 2 layers
 
     hint: describe the model that sampled: with --model DIR, or with --layers, --moe-layers, --experts and --top-k

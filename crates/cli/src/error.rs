@@ -9,7 +9,7 @@ use r3_orchestrator::out_file::STDOUT;
 use r3_orchestrator::score_input::InputError;
 use r3_recipe::error::RecipeError;
 use r3_wire::diff::Incomparable;
-use r3_wire::error::WireError;
+use r3_wire::error::{ModelError, WireError};
 
 /// What stopped a command.
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +40,8 @@ pub(crate) enum CliError {
     UnknownLayout { input: String },
     #[error("cannot read the routes of {input}")]
     Unreadable { input: String, source: WireError },
+    #[error("what model the routes are of is not clear")]
+    UnclearModel { source: ModelError },
     #[error("cannot write the routes as asked")]
     Unwritable { source: WireError },
     #[error("{input} has no sample {sample}: it has {n_samples}")]
@@ -103,6 +105,7 @@ impl CliError {
                 "name it with --from: r3, vllm, atom, sglang, nemo-rl, prime-rl or lists; docs/routes.md shows each"
                     .into()
             }
+            Self::UnclearModel { source } => source.hint(),
             Self::Unreadable { source, .. } | Self::Unwritable { source } => source.hint(),
             Self::NoSample { .. } => "samples are counted from 0, in the order of the file".into(),
             Self::NoLayer { .. } => "name a MoE layer by the model's own number, dense layers counted".into(),
@@ -137,6 +140,7 @@ impl CliError {
             | Self::TwoOnStdout
             | Self::RoutesInput { .. }
             | Self::UnknownLayout { .. }
+            | Self::UnclearModel { .. }
             | Self::Unreadable { .. }
             | Self::Unwritable { .. }
             | Self::NoSample { .. }

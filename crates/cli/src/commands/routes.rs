@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use clap::ValueEnum;
 use r3_orchestrator::model_dir;
 use r3_wire::document::{self, Reading};
-use r3_wire::error::{ModelError, WireError};
+use r3_wire::error::ModelError;
 use r3_wire::layout::Layout;
 use r3_wire::model::ModelShape;
 use r3_wire::record::Record;
@@ -147,11 +147,11 @@ impl InputArgs {
         match (self.layers, &self.moe_layers, self.top_k, self.experts) {
             (Some(layers), Some(Layers(moe)), Some(top_k), Some(experts)) => {
                 let shape = ModelShape::new(layers, moe.clone(), top_k, experts);
-                Ok(Some(shape.map_err(undescribed)?))
+                Ok(Some(shape.map_err(unclear)?))
             }
             // How many layers there are is all that r3's own files leave out.
             (_, None, None, None) => Ok(None),
-            _ => Err(undescribed(ModelError::Undescribed)),
+            _ => Err(unclear(ModelError::Undescribed)),
         }
     }
 
@@ -189,8 +189,8 @@ impl Loaded {
     }
 }
 
-fn undescribed(error: ModelError) -> CliError {
-    CliError::Unwritable { source: WireError::Model(error) }
+fn unclear(source: ModelError) -> CliError {
+    CliError::UnclearModel { source }
 }
 
 fn input_name(path: &Path) -> String {

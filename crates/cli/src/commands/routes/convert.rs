@@ -13,7 +13,7 @@ use r3_wire::record::Record;
 use r3_wire::{r3_file, vllm};
 use serde::Deserialize;
 
-use crate::commands::routes::{InputArgs, Loaded, input_name, read_file, undescribed};
+use crate::commands::routes::{InputArgs, Loaded, input_name, read_file, unclear};
 use crate::error::CliError;
 use crate::output;
 
@@ -172,11 +172,11 @@ impl Args {
             return Ok(shape);
         }
         let (Some(layers), Some(routes)) = (self.input.layers, &record.routes) else {
-            return Err(undescribed(ModelError::Undescribed));
+            return Err(unclear(ModelError::Undescribed));
         };
         let dims = routes.rows.view().dims();
         let shape = ModelShape::new(layers, routes.layer_ids.clone(), dims.top_k, dims.n_experts);
-        shape.map_err(undescribed)
+        shape.map_err(unclear)
     }
 }
 
