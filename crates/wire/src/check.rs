@@ -7,6 +7,9 @@ use r3_core::routes::{RouteDims, RouteError, RouteView};
 use crate::error::{Fault, WireError};
 use crate::layout::Layout;
 
+/// The last position a token can have, where its sequence is not known: sums of positions and rows cannot overflow.
+const LAST_POSITION: usize = u32::MAX as usize;
+
 /// One sample of somebody's answer: what a refusal calls it, and what its routes must fit.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sample {
@@ -60,6 +63,9 @@ impl Sample {
                 let last = self.start.saturating_add(rows.min(expected_rows));
                 let turn = self.turn_of(last);
                 Err(self.refuse(Fault::Rows { turn, start: self.start, rows, expected_rows, n_tokens }))
+            }
+            (None, _) if self.start > LAST_POSITION => {
+                Err(self.refuse(Fault::StartBeyond { start: self.start }))
             }
             _ => Ok(()),
         }

@@ -88,6 +88,8 @@ pub enum Fault {
     Experts { found: usize, expected: usize },
     #[error("routes start at position {start}, but the {n_tokens} tokens have rows up to {end} only")]
     Start { start: usize, n_tokens: usize, end: usize },
+    #[error("routes start at position {start}, which no token has")]
+    StartBeyond { start: usize },
     #[error("this layout has no place for routes that start at position {start}")]
     StartUnsaid { start: usize },
     #[error(
@@ -186,7 +188,7 @@ impl Fault {
             Self::Dense { .. } | Self::Padding { .. } | Self::OutOfRange { .. } | Self::Ragged { .. } => {
                 "if the model is described as it was sampled, the engine sent other routes than its own".into()
             }
-            Self::Rows { .. } | Self::Start { .. } => {
+            Self::Rows { .. } | Self::Start { .. } | Self::StartBeyond { .. } => {
                 "a token has a row once it was an input, so all but the last; say with --start where they begin".into()
             }
             Self::NeverCaptured { .. } => {

@@ -1,6 +1,7 @@
 //! Files that contradict themselves where a schema would not notice.
 
 use r3_wire::check::Sample;
+use r3_wire::diff::compare;
 use r3_wire::document::{Reading, read};
 use r3_wire::error::{Fault, WireError};
 use r3_wire::layout::Layout;
@@ -42,10 +43,19 @@ fn numbers_that_f32_makes_infinite_are_refused_without_tokens_too() {
 }
 
 #[test]
-fn a_start_at_the_end_of_the_address_space_can_be_computed_with() {
-    let routes = json!({ "rows": 1, "start": usize::MAX, "layer_ids": [0], "top_k": 1, "n_experts": 4,
-        "dtype": "u8", "data": "Aw==" });
-    assert_eq!(line(&json!({ "routed_experts": routes })).unwrap().n_tokens(), Some(usize::MAX));
+fn a_start_that_no_position_can_be_is_refused() {
+    let at = |start: usize| {
+        let routes = json!({ "rows": 1, "start": start, "layer_ids": [0], "top_k": 1, "n_experts": 4,
+            "dtype": "u8", "data": "Aw==" });
+        json!({ "routed_experts": routes })
+    };
+    let last = u32::MAX as usize;
+    let record = line(&at(last)).unwrap();
+    assert_eq!(record.n_tokens(), Some(last + 2));
+    assert_eq!(compare(&record, &record, 0).unwrap().0.tokens, 1);
+    for start in [last + 1, usize::MAX] {
+        assert_eq!(fault(&at(start)), Fault::StartBeyond { start });
+    }
 }
 
 #[test]
