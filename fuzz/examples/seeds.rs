@@ -203,10 +203,6 @@ fn files() -> Result<()> {
     let all_layers = |dense: u8| -> Vec<u8> {
         rows.chunks(4).flat_map(|row| [dense, dense, row[0], row[1], dense, dense, row[2], row[3]]).collect()
     };
-    let wide = |bytes: &[u8], width: usize| -> Vec<u8> {
-        let sign = |id: u8| if id == 0xff { 0xff } else { 0 };
-        bytes.iter().flat_map(|&id| (0..width).map(move |at| if at == 0 { id } else { sign(id) })).collect()
-    };
     let base64 = |bytes: &[u8]| STANDARD.encode(bytes);
     let numpy = |dense| {
         let header = "{'descr': '<i2', 'fortran_order': False, 'shape': (3, 4, 2), }\n";
@@ -246,22 +242,43 @@ fn files() -> Result<()> {
             2,
             json!({ "prompt_token_ids": [], "token_ids": [7], "routed_experts": "" }).to_string().into(),
         ),
+        (
+            "lists.json",
+            5,
+            json!({ "layer_ids": [1, 3], "tokens": [5, 6, 7, 8], "routed_experts":
+                [[[1, 0], [3, 7]], [[2, 5], [4, 6]], [[7, 1], [0, 2]]] })
+            .to_string()
+            .into(),
+        ),
         ("never-captured", 2, base64(&[0; 96]).into()),
     ] {
         write("wire_foreign", &format!("seed-{name}"), [&[layout, 0, 0], &file[..]].concat())?;
     }
+    arrays(&rows, &all_layers(0), &padded)?;
+    lines(&rows)
+}
+
+/// Ids of one byte in little-endian numbers of `width` bytes; 255 is -1.
+fn wide(ids: &[u8], width: usize) -> Vec<u8> {
+    let sign = |id: u8| if id == 0xff { 0xff } else { 0 };
+    ids.iter().flat_map(|&id| (0..width).map(move |at| if at == 0 { id } else { sign(id) })).collect()
+}
+
+/// Layout, model, start, element type and columns, and an array.
+fn arrays(rows: &[u8], all_layers: &[u8], padded: &[u8]) -> Result<()> {
     for (name, [layout, element, columns], array) in [
-        ("vllm", [0, 2, 0], wide(&all_layers(0), 2)),
-        ("sglang", [2, 4, 0], wide(&all_layers(0), 4)),
-        ("nemo-rl", [3, 0, 0], padded.clone()),
-        ("nemo-rl-moe", [3, 0, 1], [&rows[..], &[0, 1, 0, 1]].concat()),
-        ("prime-rl", [4, 1, 1], rows.clone()),
+        ("vllm", [0, 2, 0], wide(all_layers, 2)),
+        ("sglang", [2, 4, 0], wide(all_layers, 4)),
+        ("nemo-rl", [3, 0, 0], padded.to_vec()),
+        ("nemo-rl-moe", [3, 0, 1], [rows, &[0, 1, 0, 1]].concat()),
+        ("prime-rl", [4, 1, 1], rows.to_vec()),
+        ("lists", [5, 1, 1], rows.to_vec()),
         ("zeros", [0, 2, 0], vec![0; 48]),
     ] {
         let header = [layout, 0, 0, element, columns, 0];
         write("wire_payloads", &format!("seed-{name}"), [&header[..], &array].concat())?;
     }
-    lines(&rows)
+    Ok(())
 }
 
 /// r3's own file.
@@ -281,6 +298,12 @@ fn lines(rows: &[u8]) -> Result<()> {
         "wire_r3_lines",
         "seed-no-tokens",
         "{\"r3\":1,\"group\":0,\"index\":0,\"logprobs\":[-1.5],\"turns\":[[2,3]],\"reward\":1}",
+    )?;
+    write(
+        "wire_r3_lines",
+        "seed-start",
+        "{\"r3\":1,\"group\":0,\"index\":0,\"routed_experts\":{\"rows\":1,\"start\":18446744073709551615,\"layer_ids\":[0],\
+         \"top_k\":1,\"n_experts\":4,\"dtype\":\"u8\",\"data\":\"Aw==\"}}",
     )?;
     write("wire_r3_lines", "seed-version", "{\"r3\":2,\"group\":0,\"index\":0}")
 }

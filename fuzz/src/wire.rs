@@ -4,12 +4,14 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use r3_core::rollout::Reward;
 use r3_wire::array::Element;
+use r3_wire::diff::compare;
 use r3_wire::document::{self, Reading};
 use r3_wire::layout::Layout;
+use r3_wire::load::LayerLoad;
 use r3_wire::model::ModelShape;
 use r3_wire::npy;
 use r3_wire::r3_file;
-use r3_wire::record::Record;
+use r3_wire::record::{Record, Routes};
 use serde_json::json;
 
 use crate::bounded::bounded;
@@ -22,7 +24,8 @@ const READ_BYTES: usize = 1 << 20;
 const READ_FACTOR: usize = 1 << 8;
 
 /// Layouts of others.
-const FOREIGN: [Layout; 5] = [Layout::Vllm, Layout::Atom, Layout::Sglang, Layout::NemoRl, Layout::PrimeRl];
+const FOREIGN: [Layout; 6] =
+    [Layout::Vllm, Layout::Atom, Layout::Sglang, Layout::NemoRl, Layout::PrimeRl, Layout::Lists];
 
 /// Any bytes as a file of r3.
 ///
@@ -39,7 +42,7 @@ pub fn r3_lines(input: &[u8]) -> bool {
 /// If a property does not hold.
 pub fn foreign(input: &[u8]) -> bool {
     let mut input = Input(input);
-    let (layout, model) = (FOREIGN[input.within(0, 4)], model(&mut input));
+    let (layout, model) = (FOREIGN[input.within(0, FOREIGN.len() - 1)], model(&mut input));
     let start = input.u8().into();
     let _ = Layout::guess(input.0);
     read(input.0, &Reading { layout, model: Some(&model), start })
@@ -51,7 +54,7 @@ pub fn foreign(input: &[u8]) -> bool {
 /// If a property does not hold.
 pub fn payloads(input: &[u8]) -> bool {
     let mut input = Input(input);
-    let (layout, model) = (FOREIGN[input.within(0, 4)], model(&mut input));
+    let (layout, model) = (FOREIGN[input.within(0, FOREIGN.len() - 1)], model(&mut input));
     let start = usize::from(input.u8() % 4);
     let element = Element::ALL[input.within(0, Element::ALL.len() - 1)];
     let columns = if input.u8().is_multiple_of(2) { model.n_layers() } else { model.dims().n_layers };
@@ -69,7 +72,11 @@ pub fn payloads(input: &[u8]) -> bool {
             json!({ "data": STANDARD.encode(array), "shape": [rows, columns, top_k], "start": start,
             "dtype": element.name() })
         }
-        Layout::Sglang | Layout::R3 | Layout::Lists => json!(STANDARD.encode(array)),
+        Layout::Lists => {
+            let rows = array.chunks(columns * top_k).map(|row| row.chunks(top_k).collect());
+            json!(rows.collect::<Vec<Vec<&[u8]>>>())
+        }
+        Layout::Sglang | Layout::R3 => json!(STANDARD.encode(array)),
     };
     let answer = json!({ "choices": [{ "routed_experts": payload }], "routed_experts_start_len": start });
     read(answer.to_string().as_bytes(), &Reading { layout, model: Some(&model), start })
@@ -118,6 +125,25 @@ fn read(bytes: &[u8], reading: &Reading<'_>) -> bool {
     }
 }
 
+/// A record differs from itself nowhere, and each of its rows names `K` experts of each layer.
+fn check_counts(record: &Record) {
+    let Some(routes) = record.routes.as_ref().map(Routes::view) else { return };
+    let n_rows = routes.rows.rows();
+    match compare(record, record, 0) {
+        Ok((found, difference)) => {
+            assert_eq!((found.tokens, found.choices_differing, difference), (n_rows, 0, None));
+        }
+        Err(error) => {
+            assert!(n_rows == 0, "{error}");
+            check_said(&error.to_string(), &error.hint());
+        }
+    }
+    let mut layers = LayerLoad::of(&routes);
+    LayerLoad::add(&mut layers, &routes);
+    let n_choices = (n_rows * routes.rows.dims().top_k) as u64;
+    assert!(layers.iter().all(|layer| layer.total() == n_choices));
+}
+
 fn check(record: &Record, number: usize, reading: &Reading<'_>) {
     let n_tokens = record.tokens.as_ref().map(Vec::len);
     assert!(record.n_tokens().is_some() || record.routes.is_none());
@@ -134,6 +160,7 @@ fn check(record: &Record, number: usize, reading: &Reading<'_>) {
             assert_eq!(routes.start + rows.rows(), fed, "of {n_tokens} tokens");
         }
     }
+    check_counts(record);
     for turn in &record.turns {
         assert!(turn.start < turn.end && n_tokens.is_none_or(|n_tokens| turn.end <= n_tokens));
     }
