@@ -218,6 +218,18 @@ fn a_template_that_rewrites_history_forks_the_sample() {
 }
 
 #[test]
+fn a_fork_into_less_than_the_rows_that_are_left_out_has_those_it_has() {
+    let directory = directory();
+    directory.write("model/chat_template.jinja", "{{ messages[-1].content }}");
+    let chat = r#"{"prompt": [{"role": "user", "content": "1+2="}], "turns": ["3="]}"#;
+    directory.write("prompts.jsonl", chat);
+    let (_, samples) = sample(&directory, "out.jsonl", &["--routed-experts-start-len", "4"]);
+    let starts = samples.iter().map(|sample| sample["routed_experts"]["start"].as_u64().unwrap());
+    assert_eq!(starts.collect::<Vec<_>>(), [4, 2, 4, 2]);
+    directory.done(&["routes", "show", "out.jsonl"]);
+}
+
+#[test]
 fn a_conversation_without_room_ends_and_is_counted() {
     let directory = directory();
     let long = "1+".repeat(20);

@@ -219,6 +219,8 @@ impl Member {
 /// A request for the same group and index as `of`, with a prompt of its own: a rollout that was taken back before it
 /// sampled anything is just that.
 fn unsampled(of: &Finished, prompt: Vec<TokenId>) -> Finished {
+    // A template that forgets most of a conversation may leave less than the rows that nobody wants.
+    let routes_start = of.routes_start.min(prompt.len());
     Finished {
         sequence: SequenceId(0),
         group: of.group,
@@ -229,7 +231,7 @@ fn unsampled(of: &Finished, prompt: Vec<TokenId>) -> Finished {
         rollout_logprobs: Vec::new(),
         versions: Vec::new(),
         routes: of.routes.as_ref().map(|routes| RouteRows::with_capacity(routes.view().dims(), 0)),
-        routes_start: of.routes_start,
+        routes_start,
         new_rows: 0,
         prompt_logprobs: None,
         finish: FinishReason::Abort,
