@@ -2,8 +2,8 @@
 //!
 //! A file is one JSON value after another, a line or many lines each: an answer of a server, one of its choices, or the
 //! bare payload. Found are `routed_experts` of a choice, of its message or of `meta_info`; the tokens beside it
-//! (`prompt_token_ids` or `input_ids`, then `token_ids`, `output_ids` or `generation_token_ids`); or else at least their
-//! number (`usage` or `meta_info`). A choice without routes is refused: it would be trained on without replay.
+//! (`prompt_token_ids` or `input_ids`, then `token_ids`, `output_ids` or `generation_token_ids`; or `tokens`); or else at
+//! least their number (`usage` or `meta_info`). A choice without routes is refused: it would be trained on without replay.
 
 use r3_core::ids::{GroupId, TokenId};
 use r3_core::rollout::FinishReason;
@@ -147,26 +147,7 @@ impl<'a> Found<'a> {
         let mut sample = Sample { start: reading.start, ..Sample::new(reading.layout, number) };
         let index = u32::try_from(self.number("index").unwrap_or(self.index)).unwrap_or(u32::MAX);
         let mut record = Record { finish: self.finish(), ..Record::unknown(group, index) };
-        let prompt = self.tokens(&["prompt_token_ids", "input_ids"], &sample)?;
-        let completion = self.tokens(&["token_ids", "output_ids", "generation_token_ids"], &sample)?;
-        record.prompt_tokens = prompt.as_ref().map(Vec::len).or_else(|| self.number("prompt_tokens"));
-        let counted = || self.is_only.then(|| self.number("completion_tokens")).flatten();
-        let completion_tokens = completion.as_ref().map(Vec::len).or_else(counted);
-        if let (Some(prompt), Some(completion)) = (record.prompt_tokens, completion_tokens) {
-            sample.n_tokens = Some(prompt.saturating_add(completion));
-        }
-        if let (Some(prompt), Some(completion)) = (prompt, completion) {
-            let tokens = [prompt, completion].concat();
-            if record.prompt_tokens == Some(0) {
-                let n_tokens = tokens.len();
-                return Err(sample.refuse(Fault::Prompt { prompt_tokens: 0, cached_tokens: 0, n_tokens }));
-            }
-            record.tokens = Some(tokens);
-        }
-        sample.sampled = sample.n_tokens.is_none() || sample.n_tokens != record.prompt_tokens;
-        if let (Some(start), Some(end), true) = (record.prompt_tokens, sample.n_tokens, sample.sampled) {
-            record.turns.push(start..end);
-        }
+        self.read_tokens(&mut record, &mut sample)?;
         for key in ["routed_experts_start_len", "routed_experts_prompt_start"] {
             sample.start = self.number(key).unwrap_or(sample.start);
         }
@@ -197,6 +178,33 @@ impl<'a> Found<'a> {
         };
         record.routes = Some(Routes::new(rows, sample.start, model.layer_ids().to_vec()));
         Ok(record)
+    }
+
+    /// Tokens or their number, as far as they are said.
+    fn read_tokens(&self, record: &mut Record, sample: &mut Sample) -> Result<(), WireError> {
+        let prompt = self.tokens(&["prompt_token_ids", "input_ids"], sample)?;
+        let completion = self.tokens(&["token_ids", "output_ids", "generation_token_ids"], sample)?;
+        record.prompt_tokens = prompt.as_ref().map(Vec::len).or_else(|| self.number("prompt_tokens"));
+        let counted = || self.is_only.then(|| self.number("completion_tokens")).flatten();
+        let completion_tokens = completion.as_ref().map(Vec::len).or_else(counted);
+        let both = record.prompt_tokens.zip(completion_tokens);
+        sample.n_tokens = both.map(|(prompt, completion)| prompt.saturating_add(completion));
+        record.tokens = match prompt.zip(completion) {
+            Some((prompt, completion)) => Some([prompt, completion].concat()),
+            None => self.tokens(&["tokens"], sample)?,
+        };
+        if let Some(n_tokens) = record.tokens.as_ref().map(Vec::len) {
+            let prompt_tokens = record.prompt_tokens.unwrap_or(n_tokens);
+            if prompt_tokens == 0 || prompt_tokens > n_tokens {
+                return Err(sample.refuse(Fault::Prompt { prompt_tokens, cached_tokens: 0, n_tokens }));
+            }
+            sample.n_tokens = Some(n_tokens);
+        }
+        sample.sampled = sample.n_tokens.is_none() || sample.n_tokens != record.prompt_tokens;
+        if let (Some(start), Some(end), true) = (record.prompt_tokens, sample.n_tokens, sample.sampled) {
+            record.turns.push(start..end);
+        }
+        Ok(())
     }
 
     /// The ids of the layers, which `r3 score` prints beside its lists, are those of the model.
@@ -275,8 +283,9 @@ pub fn write(
     let sample = &Sample { start: routes.start, ..sample.clone() };
     let rows = routes.rows.view();
     let ids = |tokens: &[TokenId]| Value::from(tokens.iter().map(|token| token.0).collect::<Vec<_>>());
-    let halves = record.tokens.as_ref().map(|tokens| {
-        let (prompt, completion) = tokens.split_at(record.prompt_tokens.unwrap_or(tokens.len()));
+    // Tokens of which nobody knows where the prompt ends have no place there.
+    let halves = record.tokens.as_ref().zip(record.prompt_tokens).map(|(tokens, prompt_tokens)| {
+        let (prompt, completion) = tokens.split_at(prompt_tokens);
         (ids(prompt), ids(completion))
     });
     let finish = record.finish.map(|finish| finish.to_string());

@@ -190,6 +190,20 @@ fn what_an_answer_counts_of_all_its_choices_is_not_taken_for_one() {
 }
 
 #[test]
+fn tokens_in_one_piece_are_checked_and_stay_in_r3s_own_file() {
+    let line = json!({ "tokens": [5, 6, 7, 8], "routed_experts": EXPERTS });
+    let records = read(Layout::Lists, &line).unwrap();
+    assert_eq!(records[0].tokens.as_deref(), Some(&[5, 6, 7, 8].map(TokenId)[..]));
+    let short = with(line.clone(), "tokens", json!([5, 6, 7]));
+    assert!(refusal_of(Layout::Lists, &short).contains("3 rows from position 0, but the 3 tokens need 2"));
+    let beyond = with(line, "prompt_tokens", 5);
+    assert!(refusal_of(Layout::Lists, &beyond).contains("a prompt of 5 tokens"));
+    let sample = records[0].sample(Layout::Vllm, 0);
+    let answer = document::write(&records[0], &model(), Element::Int16, &sample).unwrap();
+    assert_experts(&read(Layout::Vllm, &answer).unwrap());
+}
+
+#[test]
 fn an_id_behind_the_last_of_256_is_refused_though_a_byte_cannot_hold_it() {
     let model = ModelShape::new(1, vec![0], 1, 256).unwrap();
     let payload = json!({ "data": base64(&[255, 0, 0, 1]), "shape": [2, 1, 1], "dtype": "uint16" });
