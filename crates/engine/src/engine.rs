@@ -68,6 +68,8 @@ pub struct Engine {
     pub(crate) sampling: HashMap<SequenceId, (Sampling, u64)>,
     samples: Vec<Sample>,
     logit_rows: Vec<usize>,
+    /// Empty between ticks; kept for its memory.
+    tables: Vec<PagedSequence<'static>>,
 }
 
 impl Engine {
@@ -101,6 +103,7 @@ impl Engine {
             sampling: HashMap::new(),
             samples: Vec::new(),
             logit_rows: Vec::new(),
+            tables: Vec::new(),
         })
     }
 
@@ -237,14 +240,15 @@ impl Engine {
 
     /// Runs the model over the planned batch; logits of the wanted rows, whose index is in `logit_rows`.
     fn forward(&mut self) -> Result<Rows, EngineError> {
-        let Self { scheduler, exec, weights, cache, config, record, replay, .. } = self;
+        let Self { scheduler, exec, weights, cache, config, record, replay, tables, .. } = self;
         let plan = scheduler.tick_plan();
         let sequence = |chunk: &Chunk| PagedSequence {
             n_queries: chunk.n_tokens,
             start: chunk.start,
             blocks: scheduler.block_table(chunk.sequence),
         };
-        let sequences: Vec<PagedSequence<'_>> = plan.chunks.iter().map(sequence).collect();
+        let mut sequences = emptied(std::mem::take(tables));
+        sequences.extend(plan.chunks.iter().map(sequence));
         let mut attend = Paged {
             cache,
             block_tokens: config.block_tokens,
@@ -261,6 +265,7 @@ impl Engine {
             (None, None) => Routing::Free,
         };
         let hidden = forward(exec, weights, &plan.tokens, &mut attend, &mut routing)?;
+        *tables = emptied(sequences);
         wanted_rows(plan, &mut self.logit_rows);
         let wanted = exec.select_rows(&hidden, self.logit_rows.iter().copied());
         let logits = logits(exec, weights, &wanted)?;
@@ -282,9 +287,11 @@ impl Engine {
     /// Hands the logprobs of prompt tokens to the requests that want them.
     fn score_prompts(&mut self, logits: &Rows) {
         let vocab_size = self.weights.config.vocab_size;
-        let chunks = self.scheduler.tick_plan().chunks.iter();
-        let scored: Vec<Chunk> = chunks.filter(|chunk| chunk.wants == Logits::All).cloned().collect();
-        for chunk in scored {
+        for at in 0..self.scheduler.tick_plan().chunks.len() {
+            let chunk = self.scheduler.tick_plan().chunks[at];
+            if chunk.wants != Logits::All {
+                continue;
+            }
             let sequence = self.scheduler.sequence(chunk.sequence);
             let end = (chunk.start + chunk.n_tokens + 1).min(sequence.prompt_tokens);
             let targets: Vec<u32> =
@@ -317,6 +324,12 @@ impl Engine {
     fn logit_row(&self, row: usize) -> usize {
         self.logit_rows.binary_search(&row).expect("rows with a use have logits")
     }
+}
+
+/// The same memory without its elements, to hold others that borrow from elsewhere: `collect` takes over what it maps.
+fn emptied<'a>(mut tables: Vec<PagedSequence<'_>>) -> Vec<PagedSequence<'a>> {
+    tables.clear();
+    tables.into_iter().map(|table| PagedSequence { blocks: &[], ..table }).collect()
 }
 
 /// Rows of `plan` that need logits, ascending.

@@ -250,6 +250,8 @@ impl Scheduler {
 
     /// Puts a sequence among the running, by age.
     fn run(&mut self, id: SequenceId, granted: usize) {
+        let sequence = self.sequences.get_mut(&id).expect("whoever starts exists");
+        sequence.reserve(self.config.block_tokens);
         let at = self.running.partition_point(|running| running.id < id);
         self.running.insert(at, Running { id, granted });
     }

@@ -180,6 +180,16 @@ impl Sequence {
         }
     }
 
+    /// Makes room for all that this turn may sample, so that no tick has to: at most as many tokens as the cache holds.
+    pub(crate) fn reserve(&mut self, block_tokens: usize) {
+        let n = self.max_new_tokens.saturating_sub(self.n_sampled());
+        self.tokens.reserve(n);
+        self.rollout_logprobs.reserve(n);
+        self.versions.reserve(n);
+        let n_blocks = (self.tokens.len() + n).div_ceil(block_tokens);
+        self.blocks.reserve(n_blocks.saturating_sub(self.blocks.len()));
+    }
+
     /// Takes over from `leader`, which has just computed the prompt of both, what is not in blocks.
     pub(crate) fn inherit(&mut self, leader: &Self) {
         self.computed = leader.computed;

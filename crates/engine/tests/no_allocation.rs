@@ -1,0 +1,82 @@
+//! A decode tick allocates nothing, whether or not routes are captured.
+
+use std::path::Path;
+
+use r3_core::ids::{GroupId, PolicyVersion, TokenId};
+use r3_engine::config::EngineConfig;
+use r3_engine::engine::{Engine, GroupRequest};
+use r3_engine::sampler::Sampling;
+use r3_kernels::gemm::Dtype;
+use r3_model::config::ModelConfig;
+use r3_model::init::FreshWeights;
+
+/// Small enough that no work goes to other threads, whose allocations would not be counted.
+fn model() -> ModelConfig {
+    let json = r#"{ "model_type": "qwen3_moe", "vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 2,
+                    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 8,
+                    "moe_intermediate_size": 4, "num_experts": 4, "num_experts_per_tok": 2 }"#;
+    ModelConfig::parse(serde_json::from_str(json).unwrap(), Path::new("config.json")).unwrap()
+}
+
+fn engine(capture_routes: bool, prefix_cache: bool) -> Engine {
+    let model = model();
+    let mut config = EngineConfig {
+        dtype: Dtype::Bf16,
+        kv_bytes: 0,
+        block_tokens: 4,
+        max_batch_tokens: 64,
+        max_running: 6,
+        prefix_cache,
+        capture_routes,
+    };
+    config.kv_bytes = 256 * config.block_bytes(&model);
+    Engine::new(config, &model, &FreshWeights::new(&model, 1), PolicyVersion(0)).unwrap()
+}
+
+/// Three groups of two, which sample 60 tokens each.
+fn submit(engine: &mut Engine, seed: u64) {
+    for group in 0..3 {
+        let request = GroupRequest {
+            group: GroupId(group),
+            prompt: (0..7).map(|at| TokenId((at + 3 * group as u32) % 16)).collect(),
+            size: 2,
+            max_new_tokens: 60,
+            stop_tokens: [].into(),
+            sampling: Sampling { temperature: 1.0, ..Sampling::GREEDY },
+            seed,
+            return_routes: engine.captures_routes().then_some(0),
+        };
+        engine.submit(&request).unwrap();
+    }
+}
+
+#[test]
+fn a_decode_tick_allocates_nothing() {
+    for (capture_routes, prefix_cache) in [(false, false), (false, true), (true, false), (true, true)] {
+        let mut engine = engine(capture_routes, prefix_cache);
+        // Buffers grow with the largest batch that was seen.
+        submit(&mut engine, 1);
+        while engine.has_work() {
+            engine.tick().unwrap();
+        }
+        while engine.take_finished().is_some() {}
+        submit(&mut engine, 2);
+        let started = allocation_counter::measure(|| {
+            engine.tick().unwrap();
+        });
+        assert!(started.count_total > 0, "a first tick makes room, which is seen");
+        // Far enough that every sequence fills blocks and takes new ones, and not so far that one ends.
+        for tick in 1..59 {
+            let info = allocation_counter::measure(|| {
+                assert_eq!(engine.tick().unwrap().sampled_tokens, 6);
+            });
+            assert_eq!(
+                info.count_total, 0,
+                "tick {tick} allocates {} bytes, with routes: {capture_routes}, prefix cache: {prefix_cache}",
+                info.bytes_total
+            );
+        }
+        engine.tick().unwrap();
+        assert!(!engine.has_work(), "all ended together");
+    }
+}
