@@ -10,7 +10,7 @@ use r3_wire::r3_file;
 use r3_wire::record::{RecordView, RoutesHeader};
 use serde_json::Value;
 
-use crate::directory::{Directory, Ended};
+use crate::directory::{Directory, Ended, ended};
 
 const DIMS: RouteDims = RouteDims { n_layers: 2, top_k: 2, n_experts: 4 };
 
@@ -143,6 +143,15 @@ fn every_layout_is_converted_and_back_and_differs_in_nothing() {
         let again = directory.done(&["routes", "convert", &back, "-", "--to", to, "--layers", "3"]);
         assert_eq!(again, fs::read_to_string(directory.path(&there)).unwrap(), "{to}");
     }
+}
+
+#[test]
+fn a_file_may_come_from_stdin() {
+    let directory = directory();
+    let mut command = directory.command(env!("CARGO_BIN_EXE_r3"));
+    command.stdin(fs::File::open(directory.path("a.jsonl")).unwrap());
+    let piped = ended(command.args(["routes", "show", "-"]));
+    assert_eq!((piped.code, piped.stdout), (0, directory.done(&["routes", "show", "a.jsonl"])));
 }
 
 #[test]
@@ -320,8 +329,44 @@ fn what_cannot_be_read_is_refused() {
 
     hint: another model sampled this: name the one that did
     ");
-    let late = [&["show", "flat", "--from", "sglang", "--start", "2"], &MODEL[..]].concat();
-    assert_eq!(directory.r3(&[&["routes"], &late[..]].concat()).code, 0, "a row from position 2 on");
+}
+
+#[test]
+fn rows_that_begin_late_are_shown_under_their_positions() {
+    let directory = directory();
+    directory.write("flat", "AAAAAAAAAAADAAAAAQAAAAAAAAACAAAA");
+    let late = ["routes", "show", "flat", "--from", "sglang", "--start", "2", "--sample", "0"];
+    assert_snapshot!(directory.done(&[&late[..], &MODEL].concat()), @r"
+    sample 0: group 0, rollout 0
+      rows 2..3, coverage 33.3 %, 2 MoE layers, 2 of 4 experts
+      position    token  version  turn  layer 1   layer 2
+             2        -        -     0  3 1       0 2
+
+    1 samples, 4 tokens, 1 rows
+      layer 1     2 of 4 experts, busiest 1 with 50.0 % of choices, max_vio 1.00 | █ █|
+      layer 2     2 of 4 experts, busiest 0 with 50.0 % of choices, max_vio 1.00 |█ █ |
+    ");
+}
+
+#[test]
+fn another_order_is_not_called_the_first_difference_while_there_are_other_experts() {
+    let directory = directory();
+    let (mut reordered, mut other) = (ROWS, ROWS);
+    reordered.swap(0, 1);
+    other[18] = 1;
+    directory.write("c.jsonl", [rollout(0, &reordered, 4), rollout(1, &other, 4)].concat());
+    let diff = directory.done_json(&["routes", "diff", "a.jsonl", "c.jsonl", "--json"]);
+    assert_eq!((&diff["first"]["sample"], &diff["first"]["position"]), (&1.into(), &4.into()));
+    directory.write("c.jsonl", [rollout(0, &other, 4), rollout(1, &other, 4)].concat());
+    let diff = directory.done_json(&["routes", "diff", "a.jsonl", "c.jsonl", "--json"]);
+    assert_eq!((&diff["first"]["sample"], &diff["first"]["position"]), (&0.into(), &4.into()));
+    directory.write("c.jsonl", [rollout(0, &ROWS, 4), rollout(1, &reordered, 4)].concat());
+    let diff = directory.done_json(&["routes", "diff", "a.jsonl", "c.jsonl", "--json"]);
+    assert_eq!((&diff["first"]["sample"], &diff["first"]["a"]), (&1.into(), &serde_json::json!([3, 1])));
+    assert_eq!(
+        (&diff["router_discrepancy_token_layer_frac"], &diff["reordered_frac"]),
+        (&0.0.into(), &0.05.into())
+    );
 }
 
 #[test]
