@@ -13,7 +13,7 @@ use crate::said::check_said;
 
 /// Reading a model's configuration may hold the names of all tensors of a thousand layers, and [`READ_FACTOR`] bytes for each of its bytes.
 const READ_BYTES: usize = 1 << 21;
-const READ_FACTOR: usize = 1 << 8;
+const READ_FACTOR: usize = 1 << 6;
 
 /// Any text as a `config.json`.
 ///

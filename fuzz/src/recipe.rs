@@ -18,9 +18,10 @@ const NAME: &str = "fuzzed.yaml";
 /// The recipe that [`overrides`] are put over.
 const BASE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../recipes/tiny.yaml");
 
-/// Reading a few lines of YAML may hold this much, and [`READ_FACTOR`] bytes for each of its bytes.
-const READ_BYTES: usize = 1 << 20;
-const READ_FACTOR: usize = 1 << 10;
+/// Reading a recipe may hold the ten thousand values that aliases can make of a few, and [`READ_FACTOR`] bytes for each of
+/// its own: a value may be one character, and knows where it stands.
+const READ_BYTES: usize = 1 << 21;
+const READ_FACTOR: usize = 1 << 8;
 
 /// Any text as a recipe of either kind.
 ///
