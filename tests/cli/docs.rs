@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use crate::directory::Directory;
-use crate::results::RUN_KEYS;
+use crate::results::{BENCH_ENGINE_KEYS, BENCH_ROUTES_KEYS, RUN_KEYS};
 use crate::rollout::ROLLOUT_KEYS;
 
 fn page(name: &str) -> String {
@@ -58,6 +58,8 @@ fn the_json_page_lists_the_keys_that_are_printed() {
     assert_eq!(table_keys(&page, "`r3 eval --json`"), ["accuracy", "problems", "seconds"]);
     assert_eq!(table_keys(&page, "`r3 sft --json`"), ["steps", "seconds", "loss", "eval_after"]);
     assert_eq!(table_keys(&page, "`r3 rollout --json`"), ROLLOUT_KEYS);
+    assert_eq!(table_keys(&page, "`r3 bench routes --json`"), BENCH_ROUTES_KEYS);
+    assert_eq!(table_keys(&page, "`r3 bench engine --json`"), BENCH_ENGINE_KEYS);
     assert!(page.contains("`on`") && page.contains("`off`"));
     let line = String::from_utf8(crate::routes::rollout(0, &crate::routes::ROWS, 4)).unwrap();
     let line: serde_json::Value = serde_json::from_str(&line).unwrap();

@@ -1,5 +1,6 @@
 //! The commands, one a file: each reads its arguments and hands them to the orchestrator.
 
+pub(crate) mod bench;
 pub(crate) mod check;
 pub(crate) mod compare;
 pub(crate) mod eval;

@@ -60,6 +60,8 @@ pub(crate) enum CliError {
     Incomparable { a: String, b: String, source: Incomparable },
     #[error("the trainer side computes in f32 only")]
     TrainerDtype,
+    #[error("a layer has {experts} experts, but a token takes {top_k}")]
+    TooFewExperts { top_k: u32, experts: u32 },
     #[error("cannot start {n_threads} threads")]
     Threads { n_threads: usize, source: rayon::ThreadPoolBuildError },
     #[error("cannot listen for signals")]
@@ -119,6 +121,7 @@ impl CliError {
             }
             Self::Incomparable { source, .. } => source.hint(),
             Self::TrainerDtype => "leave out --dtype, or score with --side engine".into(),
+            Self::TooFewExperts { .. } => "raise --experts or lower --top-k".into(),
             Self::Threads { .. } => "ask for fewer with --threads, or raise `ulimit -u`".into(),
             Self::Signals { .. } => "raise `ulimit -n` and `ulimit -u`".into(),
             Self::Stdout { .. } => "free some space where stdout goes".into(),
@@ -138,6 +141,7 @@ impl CliError {
             | Self::BadLine { .. }
             | Self::LongLine { .. }
             | Self::TwoOnStdout
+            | Self::TooFewExperts { .. }
             | Self::RoutesInput { .. }
             | Self::UnknownLayout { .. }
             | Self::UnclearModel { .. }

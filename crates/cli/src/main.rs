@@ -15,7 +15,9 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use crate::args::Global;
-use crate::commands::{check, compare, eval, export, new_model, rollout, routes, run, schema, score, sft};
+use crate::commands::{
+    bench, check, compare, eval, export, new_model, rollout, routes, run, schema, score, sft,
+};
 use crate::error::CliError;
 
 /// Reinforcement learning of mixture-of-experts language models, with the rollout's expert routes replayed in training.
@@ -49,6 +51,7 @@ enum Command {
     Routes(routes::Args),
     NewModel(new_model::Args),
     Export(export::Args),
+    Bench(bench::Args),
     Schema(schema::Args),
 }
 
@@ -81,6 +84,7 @@ fn execute(cli: &Cli) -> Result<(), CliError> {
         Command::Routes(args) => args.execute(),
         Command::NewModel(args) => args.execute(),
         Command::Export(args) => args.execute(),
+        Command::Bench(args) => args.execute(),
         Command::Schema(args) => args.execute(),
     }
 }

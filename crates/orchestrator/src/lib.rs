@@ -4,6 +4,7 @@
 //! ([`worker`]); rollouts come back through the shared-memory ring and are trained on where they lie
 //! ([`group_buffer`]). Only this crate records metrics, touches the ring, and knows a whole recipe.
 
+pub mod bench;
 pub mod compare;
 pub mod error;
 pub mod eval;

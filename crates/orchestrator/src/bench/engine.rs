@@ -1,0 +1,268 @@
+//! `r3 bench engine`: one engine that captures routes and one that does not, taking turns over the same requests.
+
+use std::time::{Duration, Instant};
+
+use r3_core::ids::{GroupId, PolicyVersion, TokenId};
+use r3_engine::config::EngineConfig;
+use r3_engine::engine::{Engine, GroupRequest};
+use r3_engine::sampler::Sampling;
+use r3_kernels::gemm::Dtype;
+use r3_model::config::ModelConfig;
+use r3_model::source::TensorSource;
+use r3_scheduler::request::Finished;
+use serde::Serialize;
+
+use crate::bench::Spread;
+use crate::error::RunError;
+
+/// Slots of a block.
+const BLOCK_TOKENS: usize = 16;
+
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EngineSetup {
+    /// Sequences, all submitted at once and run together.
+    pub sequences: usize,
+    /// Tokens of each prompt.
+    pub prompt_tokens: usize,
+    /// Tokens that each sequence samples.
+    pub new_tokens: usize,
+    /// Rounds, beside one to warm up; in each, both engines serve all sequences.
+    pub rounds: usize,
+    /// Format of weights, keys and values.
+    pub dtype: Dtype,
+}
+
+/// Throughput and time to the first token, with routes captured (`on`) and without (`off`).
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct EngineBench {
+    /// Sequences.
+    pub sequences: usize,
+    /// Tokens of each prompt.
+    pub prompt_tokens: usize,
+    /// Tokens that each sequence samples.
+    pub new_tokens: usize,
+    /// Rounds.
+    pub rounds: usize,
+    /// Bytes of routes that each sequence gives back.
+    pub route_bytes_per_sequence: usize,
+    /// Sampled tokens a second, from submission until the last rollout was taken.
+    pub tokens_per_second_on: Spread,
+    /// The same without routes.
+    pub tokens_per_second_off: Spread,
+    /// How much lower the median is with routes, in percent of that without; negative if it is higher.
+    pub throughput_loss_percent: f64,
+    /// The same, of the two engines in each round.
+    pub throughput_loss_percent_by_round: Spread,
+    /// Milliseconds from submission to the end of the tick that computes all prompts and samples every first token.
+    pub first_token_ms_on: Spread,
+    /// The same without routes.
+    pub first_token_ms_off: Spread,
+    /// How much higher the median is with routes, in percent of that without; negative if it is lower.
+    pub first_token_delay_percent: f64,
+}
+
+impl EngineBench {
+    /// A table for people.
+    #[must_use]
+    pub fn table(&self) -> String {
+        let Self { sequences, prompt_tokens, new_tokens, rounds, .. } = self;
+        let row = |name: &str, spread: &Spread| {
+            format!("{name:<28}{:>12.2}{:>12.2}{:>12.2}\n", spread.median, spread.min, spread.max)
+        };
+        [
+            format!(
+                "{sequences} sequences of {prompt_tokens} + {new_tokens} tokens, {rounds} rounds on and off\n\
+                 {:<28}{:>12}{:>12}{:>12}\n",
+                "", "median", "min", "max"
+            ),
+            row("tokens/s, routes on", &self.tokens_per_second_on),
+            row("tokens/s, routes off", &self.tokens_per_second_off),
+            row("loss in a round, %", &self.throughput_loss_percent_by_round),
+            row("first token, ms, on", &self.first_token_ms_on),
+            row("first token, ms, off", &self.first_token_ms_off),
+            format!("loss of the medians         {:>12.2} %\n", self.throughput_loss_percent),
+            format!("delay of the first token    {:>12.2} %\n", self.first_token_delay_percent),
+        ]
+        .concat()
+    }
+}
+
+/// Measures: both engines serve the same requests in every round, in alternating order, without a prefix cache.
+///
+/// # Errors
+/// If the weights cannot be loaded or the sequences do not fit the model.
+///
+/// # Panics
+/// If the two engines do not sample the same tokens with the same logprobs, or routes break their contract.
+pub fn measure(
+    model: &ModelConfig,
+    source: &dyn TensorSource,
+    setup: &EngineSetup,
+) -> Result<EngineBench, RunError> {
+    let mut on = Side::new(model, source, setup, true)?;
+    let mut off = Side::new(model, source, setup, false)?;
+    let mut seconds: [Vec<Served>; 2] = [Vec::new(), Vec::new()];
+    for round in 0..=setup.rounds.max(1) {
+        let (with, without);
+        if round % 2 == 0 {
+            with = on.serve(setup, round)?;
+            without = off.serve(setup, round)?;
+        } else {
+            without = off.serve(setup, round)?;
+            with = on.serve(setup, round)?;
+        }
+        assert_equal(&with.rollouts, &without.rollouts);
+        // The first round warms up.
+        if round > 0 {
+            seconds[0].push(with);
+            seconds[1].push(without);
+        }
+    }
+    Ok(compared(setup, &seconds))
+}
+
+fn compared(setup: &EngineSetup, [on, off]: &[Vec<Served>; 2]) -> EngineBench {
+    let n_tokens = (setup.sequences * setup.new_tokens) as f64;
+    let rate = |served: &Served| n_tokens / served.all.as_secs_f64();
+    let first = |served: &Served| served.first_token.as_secs_f64() * 1e3;
+    let loss = |on: f64, off: f64| (1.0 - on / off) * 100.0;
+    let rates = [on, off].map(|side| Spread::of(side.iter().map(rate).collect()));
+    let firsts = [on, off].map(|side| Spread::of(side.iter().map(first).collect()));
+    let by_round = on.iter().zip(off).map(|(on, off)| loss(rate(on), rate(off)));
+    let routes = on[0].rollouts[0].routes.as_ref().expect("routes are on");
+    EngineBench {
+        sequences: setup.sequences,
+        prompt_tokens: setup.prompt_tokens,
+        new_tokens: setup.new_tokens,
+        rounds: on.len(),
+        route_bytes_per_sequence: routes.view().bytes().len(),
+        tokens_per_second_on: rates[0],
+        tokens_per_second_off: rates[1],
+        throughput_loss_percent: loss(rates[0].median, rates[1].median),
+        throughput_loss_percent_by_round: Spread::of(by_round.collect()),
+        first_token_ms_on: firsts[0],
+        first_token_ms_off: firsts[1],
+        first_token_delay_percent: -loss(firsts[0].median, firsts[1].median),
+    }
+}
+
+/// What one round of one engine gave.
+struct Served {
+    first_token: Duration,
+    all: Duration,
+    /// In the order of their groups.
+    rollouts: Vec<Finished>,
+}
+
+struct Side {
+    engine: Engine,
+    return_routes: Option<usize>,
+}
+
+impl Side {
+    fn new(
+        model: &ModelConfig,
+        source: &dyn TensorSource,
+        setup: &EngineSetup,
+        capture_routes: bool,
+    ) -> Result<Self, RunError> {
+        let mut config = EngineConfig {
+            dtype: setup.dtype,
+            kv_bytes: 0,
+            block_tokens: BLOCK_TOKENS,
+            // One tick computes all prompts.
+            max_batch_tokens: setup.sequences * setup.prompt_tokens,
+            max_running: setup.sequences,
+            prefix_cache: false,
+            capture_routes,
+        };
+        let blocks = (setup.prompt_tokens + setup.new_tokens).div_ceil(BLOCK_TOKENS) + 1;
+        config.kv_bytes = config.block_bytes(model) * (setup.sequences * blocks) as u64;
+        let engine = Engine::new(config, model, source, PolicyVersion(0))?;
+        Ok(Self { engine, return_routes: capture_routes.then_some(0) })
+    }
+
+    fn serve(&mut self, setup: &EngineSetup, round: usize) -> Result<Served, RunError> {
+        let vocab_size = self.engine.model().vocab_size;
+        let requests: Vec<GroupRequest> = (0..setup.sequences)
+            .map(|at| self.request(setup, prompt(at, setup.prompt_tokens, vocab_size), (round, at)))
+            .collect();
+        let mut rollouts = Vec::with_capacity(setup.sequences);
+        let start = Instant::now();
+        for request in &requests {
+            self.engine.submit(request)?;
+        }
+        let first = self.engine.tick()?;
+        let first_token = start.elapsed();
+        assert_eq!(first.sampled_tokens, setup.sequences, "the first tick samples every first token");
+        while self.engine.has_work() {
+            self.engine.tick()?;
+        }
+        while let Some(rollout) = self.engine.take_finished() {
+            rollouts.push(rollout);
+        }
+        let all = start.elapsed();
+        rollouts.sort_by_key(|rollout| rollout.group);
+        Ok(Served { first_token, all, rollouts })
+    }
+
+    fn request(
+        &self,
+        setup: &EngineSetup,
+        prompt: Vec<TokenId>,
+        (round, at): (usize, usize),
+    ) -> GroupRequest {
+        GroupRequest {
+            group: GroupId(at as u64),
+            prompt: prompt.into(),
+            size: 1,
+            max_new_tokens: setup.new_tokens,
+            stop_tokens: [].into(),
+            sampling: Sampling { temperature: 1.0, ..Sampling::GREEDY },
+            seed: round as u64,
+            return_routes: self.return_routes,
+        }
+    }
+}
+
+/// A prompt of its own for each sequence, of tokens the model has.
+fn prompt(sequence: usize, n_tokens: usize, vocab_size: usize) -> Vec<TokenId> {
+    let token = |at: usize| u32::try_from((sequence * 31 + at * 7 + at * at) % vocab_size).unwrap_or(0);
+    (0..n_tokens).map(|at| TokenId(token(at))).collect()
+}
+
+/// Capturing routes must change nothing but that there are routes.
+fn assert_equal(on: &[Finished], off: &[Finished]) {
+    assert_eq!(on.len(), off.len());
+    for (on, off) in on.iter().zip(off) {
+        assert_eq!(on.tokens, off.tokens, "group {}: the tokens depend on the capture", on.group);
+        let bits = |rollout: &Finished| -> Vec<u32> {
+            rollout.rollout_logprobs.iter().map(|logprob| logprob.to_bits()).collect()
+        };
+        assert_eq!(bits(on), bits(off), "group {}: the logprobs depend on the capture", on.group);
+        let routes = on.routes.as_ref().expect("routes are on").view();
+        assert_eq!(routes.check(on.tokens.len() - 1), Ok(()), "group {}", on.group);
+        assert!(off.routes.is_none());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use r3_model::init::FreshWeights;
+
+    use super::*;
+    use crate::fixtures;
+
+    #[test]
+    fn both_engines_sample_the_same_and_only_one_has_routes() {
+        let model = fixtures::model();
+        let setup =
+            EngineSetup { sequences: 3, prompt_tokens: 4, new_tokens: 5, rounds: 2, dtype: Dtype::Bf16 };
+        let measured = measure(&model, &FreshWeights::new(&model, 1), &setup).unwrap();
+        assert_eq!(measured.rounds, 2);
+        assert_eq!(measured.route_bytes_per_sequence, 8 * model.route_dims().row_bytes());
+        assert!(measured.first_token_ms_off.min > 0.0 && measured.tokens_per_second_on.min > 0.0);
+        assert!(measured.table().contains("delay of the first token"), "{}", measured.table());
+    }
+}
