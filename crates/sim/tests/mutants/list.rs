@@ -377,23 +377,19 @@ pub(crate) const MUTANTS: [Mutant; 38] = [
     Mutant {
         name: "the oldest is preempted first",
         faults: &[46],
-        edits: &[
-            Edit {
-                file: PLANNER,
-                find: r#"self.running.pop().expect("somebody asked for a block")"#,
-                replace: "self.running.remove(0)",
-            },
-        ],
+        edits: &[Edit {
+            file: PLANNER,
+            find: r#"self.running.pop().expect("somebody asked for a block")"#,
+            replace: "self.running.remove(0)",
+        }],
     },
     Mutant {
         name: "logits are left out of a chunk that is sampled from",
         faults: &[],
-        edits: &[
-            Edit {
-                file: PLANNER,
-                find: "end == sequence.tokens.len() && sequence.max_new_tokens > 0",
-                replace: "false",
-            },
-        ],
+        edits: &[Edit {
+            file: PLANNER,
+            find: "end == sequence.tokens.len() && sequence.max_new_tokens > 0",
+            replace: "false",
+        }],
     },
 ];
