@@ -98,11 +98,11 @@ fn engine() {
     assert_snapshot!(help(&["bench", "engine", "--help"]), @r"
     Measure an engine with routes captured and without, taking turns
 
-    Two engines of the same weights serve the same requests in every round, in alternating order and
+    In every round two engines of the same weights serve the same requests, tick by tick in turn and
     without a prefix cache: all sequences at once, their prompts computed in one tick. They must sample
-    the same tokens with the same logprobs. Throughput counts sampled tokens from submission until the
-    last rollout was taken; the first token is there at the end of the first tick. One round more warms
-    up.
+    the same tokens with the same logprobs. Throughput counts sampled tokens over an engine's own time
+    from submission until the last rollout was taken; the first token is there at the end of its first
+    tick. One round more warms up.
 
     Usage: r3 bench engine [OPTIONS]
 
@@ -123,7 +123,7 @@ fn engine() {
               [default: 64]
 
           --new-tokens <N>
-              Tokens that each sequence samples
+              Tokens that each sequence samples, at least 2
 
               [default: 128]
 

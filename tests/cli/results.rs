@@ -49,7 +49,7 @@ pub(crate) const BENCH_ROUTES_KEYS: [&str; 21] = [
 ];
 
 /// The keys that `docs/json.md` promises for two engines.
-pub(crate) const BENCH_ENGINE_KEYS: [&str; 12] = [
+pub(crate) const BENCH_ENGINE_KEYS: [&str; 15] = [
     "sequences",
     "prompt_tokens",
     "new_tokens",
@@ -62,6 +62,9 @@ pub(crate) const BENCH_ENGINE_KEYS: [&str; 12] = [
     "first_token_ms_on",
     "first_token_ms_off",
     "first_token_delay_percent",
+    "decode_tick_us_on",
+    "decode_tick_us_off",
+    "decode_tick_delay_percent",
 ];
 
 fn keys(value: &Value) -> Vec<&str> {

@@ -62,10 +62,10 @@ struct RoutesArgs {
 
 /// Measure an engine with routes captured and without, taking turns
 ///
-/// Two engines of the same weights serve the same requests in every round, in alternating order and without a prefix
+/// In every round two engines of the same weights serve the same requests, tick by tick in turn and without a prefix
 /// cache: all sequences at once, their prompts computed in one tick. They must sample the same tokens with the same
-/// logprobs. Throughput counts sampled tokens from submission until the last rollout was taken; the first token is there
-/// at the end of the first tick. One round more warms up.
+/// logprobs. Throughput counts sampled tokens over an engine's own time from submission until the last rollout was
+/// taken; the first token is there at the end of its first tick. One round more warms up.
 #[derive(Debug, clap::Args)]
 struct EngineArgs {
     /// A Hugging Face directory, a checkpoint, or a run, whose newest checkpoint is taken
@@ -77,8 +77,8 @@ struct EngineArgs {
     /// Tokens of each prompt
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = value_parser!(u32).range(1..=65_536))]
     prompt_tokens: u32,
-    /// Tokens that each sequence samples
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = value_parser!(u32).range(1..=65_536))]
+    /// Tokens that each sequence samples, at least 2
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = value_parser!(u32).range(2..=65_536))]
     new_tokens: u32,
     /// Rounds
     #[arg(long, value_name = "N", default_value_t = 9, value_parser = value_parser!(u32).range(1..=1000))]

@@ -1,4 +1,4 @@
-//! `r3 bench engine`: one engine that captures routes and one that does not, taking turns over the same requests.
+//! `r3 bench engine`: one engine that captures routes and one that does not, tick by tick in turn over the same requests.
 
 use std::time::{Duration, Instant};
 
@@ -25,7 +25,7 @@ pub struct EngineSetup {
     pub sequences: usize,
     /// Tokens of each prompt.
     pub prompt_tokens: usize,
-    /// Tokens that each sequence samples.
+    /// Tokens that each sequence samples, at least 2, so that there is a tick behind the first.
     pub new_tokens: usize,
     /// Rounds, beside one to warm up; in each, both engines serve all sequences.
     pub rounds: usize,
@@ -46,7 +46,7 @@ pub struct EngineBench {
     pub rounds: usize,
     /// Bytes of routes that each sequence gives back.
     pub route_bytes_per_sequence: usize,
-    /// Sampled tokens a second, from submission until the last rollout was taken.
+    /// Sampled tokens a second, from submission until the last rollout was taken, without the other engine's ticks.
     pub tokens_per_second_on: Spread,
     /// The same without routes.
     pub tokens_per_second_off: Spread,
@@ -60,6 +60,13 @@ pub struct EngineBench {
     pub first_token_ms_off: Spread,
     /// How much higher the median is with routes, in percent of that without; negative if it is lower.
     pub first_token_delay_percent: f64,
+    /// Microseconds of the ticks behind the first, of all rounds: median, lowest and highest.
+    pub decode_tick_us_on: Spread,
+    /// The same without routes.
+    pub decode_tick_us_off: Spread,
+    /// How much higher the median is with routes, in percent of that without; negative if it is lower. A machine that is
+    /// busy now and then moves it less than the throughput; the copy of the traces in the last tick does not count.
+    pub decode_tick_delay_percent: f64,
 }
 
 impl EngineBench {
@@ -81,14 +88,18 @@ impl EngineBench {
             row("loss in a round, %", &self.throughput_loss_percent_by_round),
             row("first token, ms, on", &self.first_token_ms_on),
             row("first token, ms, off", &self.first_token_ms_off),
+            row("decode tick, us, on", &self.decode_tick_us_on),
+            row("decode tick, us, off", &self.decode_tick_us_off),
             format!("loss of the medians         {:>12.2} %\n", self.throughput_loss_percent),
             format!("delay of the first token    {:>12.2} %\n", self.first_token_delay_percent),
+            format!("delay of a decode tick      {:>12.2} %\n", self.decode_tick_delay_percent),
         ]
         .concat()
     }
 }
 
-/// Measures: both engines serve the same requests in every round, in alternating order, without a prefix cache.
+/// Measures: in every round both engines serve the same requests, tick by tick in turn, so that what slows the machine
+/// down slows down both. Each is timed for itself. There is no prefix cache.
 ///
 /// # Errors
 /// If the weights cannot be loaded or the sequences do not fit the model.
@@ -102,24 +113,39 @@ pub fn measure(
 ) -> Result<EngineBench, RunError> {
     let mut on = Side::new(model, source, setup, true)?;
     let mut off = Side::new(model, source, setup, false)?;
-    let mut seconds: [Vec<Served>; 2] = [Vec::new(), Vec::new()];
+    let mut served: [Vec<Served>; 2] = [Vec::new(), Vec::new()];
     for round in 0..=setup.rounds.max(1) {
-        let (with, without);
-        if round % 2 == 0 {
-            with = on.serve(setup, round)?;
-            without = off.serve(setup, round)?;
-        } else {
-            without = off.serve(setup, round)?;
-            with = on.serve(setup, round)?;
-        }
+        let [with, without] = serve([&mut on, &mut off], setup, round)?;
         assert_equal(&with.rollouts, &without.rollouts);
         // The first round warms up.
         if round > 0 {
-            seconds[0].push(with);
-            seconds[1].push(without);
+            served[0].push(with);
+            served[1].push(without);
         }
     }
-    Ok(compared(setup, &seconds))
+    Ok(compared(setup, &served))
+}
+
+/// One round: all requests go to both sides, which then tick in turn; who goes first changes with every tick.
+fn serve(sides: [&mut Side; 2], setup: &EngineSetup, round: usize) -> Result<[Served; 2], RunError> {
+    let [on, off] = sides;
+    let mut served = [on.submit(setup, round)?, off.submit(setup, round)?];
+    for n_ticks in 0.. {
+        if !on.engine.has_work() && !off.engine.has_work() {
+            break;
+        }
+        let order = if (n_ticks + round).is_multiple_of(2) { [true, false] } else { [false, true] };
+        for is_on in order {
+            match is_on {
+                true => on.tick(setup, n_ticks, &mut served[0])?,
+                false => off.tick(setup, n_ticks, &mut served[1])?,
+            }
+        }
+    }
+    for (side, served) in [on, off].into_iter().zip(&mut served) {
+        side.take(served);
+    }
+    Ok(served)
 }
 
 fn compared(setup: &EngineSetup, [on, off]: &[Vec<Served>; 2]) -> EngineBench {
@@ -129,6 +155,10 @@ fn compared(setup: &EngineSetup, [on, off]: &[Vec<Served>; 2]) -> EngineBench {
     let loss = |on: f64, off: f64| (1.0 - on / off) * 100.0;
     let rates = [on, off].map(|side| Spread::of(side.iter().map(rate).collect()));
     let firsts = [on, off].map(|side| Spread::of(side.iter().map(first).collect()));
+    let ticks = [on, off].map(|side| {
+        let all = side.iter().flat_map(|served| &served.decode_ticks);
+        Spread::of(all.map(|tick| tick.as_secs_f64() * 1e6).collect())
+    });
     let by_round = on.iter().zip(off).map(|(on, off)| loss(rate(on), rate(off)));
     let routes = on[0].rollouts[0].routes.as_ref().expect("routes are on");
     EngineBench {
@@ -144,12 +174,17 @@ fn compared(setup: &EngineSetup, [on, off]: &[Vec<Served>; 2]) -> EngineBench {
         first_token_ms_on: firsts[0],
         first_token_ms_off: firsts[1],
         first_token_delay_percent: -loss(firsts[0].median, firsts[1].median),
+        decode_tick_us_on: ticks[0],
+        decode_tick_us_off: ticks[1],
+        decode_tick_delay_percent: -loss(ticks[0].median, ticks[1].median),
     }
 }
 
 /// What one round of one engine gave.
 struct Served {
     first_token: Duration,
+    /// The ticks behind the first.
+    decode_ticks: Vec<Duration>,
     all: Duration,
     /// In the order of their groups.
     rollouts: Vec<Finished>,
@@ -183,28 +218,38 @@ impl Side {
         Ok(Self { engine, return_routes: capture_routes.then_some(0) })
     }
 
-    fn serve(&mut self, setup: &EngineSetup, round: usize) -> Result<Served, RunError> {
+    fn submit(&mut self, setup: &EngineSetup, round: usize) -> Result<Served, RunError> {
         let vocab_size = self.engine.model().vocab_size;
         let requests: Vec<GroupRequest> = (0..setup.sequences)
             .map(|at| self.request(setup, prompt(at, setup.prompt_tokens, vocab_size), (round, at)))
             .collect();
-        let mut rollouts = Vec::with_capacity(setup.sequences);
         let start = Instant::now();
         for request in &requests {
             self.engine.submit(request)?;
         }
-        let first = self.engine.tick()?;
-        let first_token = start.elapsed();
-        assert_eq!(first.sampled_tokens, setup.sequences, "the first tick samples every first token");
-        while self.engine.has_work() {
-            self.engine.tick()?;
+        let (decode_ticks, rollouts) = (Vec::with_capacity(setup.new_tokens), Vec::new());
+        Ok(Served { first_token: Duration::ZERO, decode_ticks, all: start.elapsed(), rollouts })
+    }
+
+    fn tick(&mut self, setup: &EngineSetup, n_ticks: usize, served: &mut Served) -> Result<(), RunError> {
+        let start = Instant::now();
+        let ticked = self.engine.tick()?;
+        let seconds = start.elapsed();
+        served.all += seconds;
+        if n_ticks == 0 {
+            assert_eq!(ticked.sampled_tokens, setup.sequences, "the first tick samples every first token");
+            served.first_token = served.all;
+        } else {
+            served.decode_ticks.push(seconds);
         }
-        while let Some(rollout) = self.engine.take_finished() {
-            rollouts.push(rollout);
-        }
-        let all = start.elapsed();
-        rollouts.sort_by_key(|rollout| rollout.group);
-        Ok(Served { first_token, all, rollouts })
+        Ok(())
+    }
+
+    fn take(&mut self, served: &mut Served) {
+        let start = Instant::now();
+        served.rollouts.extend(std::iter::from_fn(|| self.engine.take_finished()));
+        served.all += start.elapsed();
+        served.rollouts.sort_by_key(|rollout| rollout.group);
     }
 
     fn request(
@@ -262,6 +307,7 @@ mod tests {
         let measured = measure(&model, &FreshWeights::new(&model, 1), &setup).unwrap();
         assert_eq!(measured.rounds, 2);
         assert_eq!(measured.route_bytes_per_sequence, 8 * model.route_dims().row_bytes());
+        assert!(measured.decode_tick_us_on.min > 0.0 && measured.decode_tick_us_off.min > 0.0);
         assert!(measured.first_token_ms_off.min > 0.0 && measured.tokens_per_second_on.min > 0.0);
         assert!(measured.table().contains("delay of the first token"), "{}", measured.table());
     }
