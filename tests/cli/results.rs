@@ -49,7 +49,7 @@ pub(crate) const BENCH_ROUTES_KEYS: [&str; 21] = [
 ];
 
 /// The keys that `docs/json.md` promises for two engines.
-pub(crate) const BENCH_ENGINE_KEYS: [&str; 15] = [
+pub(crate) const BENCH_ENGINE_KEYS: [&str; 16] = [
     "sequences",
     "prompt_tokens",
     "new_tokens",
@@ -64,6 +64,7 @@ pub(crate) const BENCH_ENGINE_KEYS: [&str; 15] = [
     "first_token_delay_percent",
     "decode_tick_us_on",
     "decode_tick_us_off",
+    "decode_tick_delay_us",
     "decode_tick_delay_percent",
 ];
 
