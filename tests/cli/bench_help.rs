@@ -102,7 +102,8 @@ fn engine() {
     without a prefix cache: all sequences at once, their prompts computed in one tick. They must sample
     the same tokens with the same logprobs. Throughput counts sampled tokens over an engine's own time
     from submission until the last rollout was taken; the first token is there at the end of its first
-    tick. One round more warms up.
+    tick. One round more warms up. There are two such pairs, made in either order, since where its
+    memory lies is worth a percent or two to an engine.
 
     Usage: r3 bench engine [OPTIONS]
 

@@ -65,7 +65,8 @@ struct RoutesArgs {
 /// In every round two engines of the same weights serve the same requests, tick by tick in turn and without a prefix
 /// cache: all sequences at once, their prompts computed in one tick. They must sample the same tokens with the same
 /// logprobs. Throughput counts sampled tokens over an engine's own time from submission until the last rollout was
-/// taken; the first token is there at the end of its first tick. One round more warms up.
+/// taken; the first token is there at the end of its first tick. One round more warms up. There are two such pairs, made
+/// in either order, since where its memory lies is worth a percent or two to an engine.
 #[derive(Debug, clap::Args)]
 struct EngineArgs {
     /// A Hugging Face directory, a checkpoint, or a run, whose newest checkpoint is taken

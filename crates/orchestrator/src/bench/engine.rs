@@ -27,7 +27,7 @@ pub struct EngineSetup {
     pub prompt_tokens: usize,
     /// Tokens that each sequence samples, at least 2, so that there is a tick behind the first.
     pub new_tokens: usize,
-    /// Rounds, beside one to warm up; in each, both engines serve all sequences.
+    /// Rounds, beside one to warm up; in each, two pairs of engines serve all sequences.
     pub rounds: usize,
     /// Format of weights, keys and values.
     pub dtype: Dtype,
@@ -102,8 +102,9 @@ impl EngineBench {
     }
 }
 
-/// Measures: in every round both engines serve the same requests, tick by tick in turn, so that what slows the machine
-/// down slows down both. Each is timed for itself. There is no prefix cache.
+/// Measures: in every round both engines of a pair serve the same requests, tick by tick in turn, so that what slows the
+/// machine down slows down both. Each is timed for itself. Of two pairs one began with the engine that captures routes, the
+/// other with the one that does not, and medians are over both. There is no prefix cache.
 ///
 /// # Errors
 /// If the weights cannot be loaded or the sequences do not fit the model.
@@ -115,16 +116,20 @@ pub fn measure(
     source: &dyn TensorSource,
     setup: &EngineSetup,
 ) -> Result<EngineBench, RunError> {
-    let mut on = Side::new(model, source, setup, true)?;
-    let mut off = Side::new(model, source, setup, false)?;
+    let new = |is_on| Side::new(model, source, setup, is_on);
+    // Where its memory lies is worth a percent or two of an engine's speed, and depends on which was made first.
+    let (mut on_first, mut off_second) = (new(true)?, new(false)?);
+    let (mut off_first, mut on_second) = (new(false)?, new(true)?);
     let mut served: [Vec<Served>; 2] = [Vec::new(), Vec::new()];
     for round in 0..=setup.rounds.max(1) {
-        let [with, without] = serve([&mut on, &mut off], setup, round)?;
-        assert_equal(&with.rollouts, &without.rollouts);
-        // The first round warms up.
-        if round > 0 {
-            served[0].push(with);
-            served[1].push(without);
+        for pair in [[&mut on_first, &mut off_second], [&mut on_second, &mut off_first]] {
+            let [with, without] = serve(pair, setup, round)?;
+            assert_equal(&with.rollouts, &without.rollouts);
+            // The first round warms up.
+            if round > 0 {
+                served[0].push(with);
+                served[1].push(without);
+            }
         }
     }
     Ok(compared(setup, &served))
@@ -172,7 +177,7 @@ fn compared(setup: &EngineSetup, [on, off]: &[Vec<Served>; 2]) -> EngineBench {
         sequences: setup.sequences,
         prompt_tokens: setup.prompt_tokens,
         new_tokens: setup.new_tokens,
-        rounds: on.len(),
+        rounds: setup.rounds.max(1),
         route_bytes_per_sequence: routes.view().bytes().len(),
         tokens_per_second_on: rates[0],
         tokens_per_second_off: rates[1],
