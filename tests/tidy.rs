@@ -258,6 +258,18 @@ fn the_readme_has_two_commands() {
     hold(|path| path == "README.md", rules::has_two_commands);
 }
 
+/// Other members have binaries, among which `cargo run` cannot choose.
+#[test]
+fn the_readmes_first_command_runs_r3() {
+    let tree = Tree::read();
+    assert!(tree.get("Cargo.toml").contains("\ndefault-members = [\"crates/cli\"]\n"));
+    let manifest = tree.get("crates/cli/Cargo.toml");
+    assert!(
+        manifest.matches("[[bin]]").count() <= 1
+            && tree.files.iter().all(|(path, _)| !path.starts_with("crates/cli/src/bin/"))
+    );
+}
+
 #[test]
 fn the_recipe_of_the_readme_is_good() {
     let tree = Tree::read();
