@@ -24,9 +24,6 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// Every layout.
-    pub const ALL: [Self; 6] = [Self::R3, Self::Vllm, Self::Atom, Self::Sglang, Self::NemoRl, Self::PrimeRl];
-
     /// The layout that `bytes`, or the first JSON value in them, can only be; `None` if more than one fits.
     ///
     /// ATOM's differs from vLLM's in the filling of dense layers alone, which is read either way, so it is never

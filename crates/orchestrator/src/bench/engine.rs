@@ -1,4 +1,4 @@
-//! `r3 bench engine`: one engine that captures routes and one that does not, tick by tick in turn over the same requests.
+//! `r3 bench engine`: engines that capture routes and engines that do not, tick by tick in turn over the same requests.
 
 use std::time::{Duration, Instant};
 
