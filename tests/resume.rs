@@ -5,8 +5,10 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use r3_model::checkpoint::Checkpoint;
 use r3_model::source::{TensorSource, canonical_tensors};
@@ -17,6 +19,8 @@ use r3_tasks::dataset::Problem;
 use r3_tasks::error::TaskError;
 use r3_tasks::reward::{FailureReason, Reward};
 use r3_telemetry::metrics;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -167,6 +171,53 @@ fn a_killed_run_and_an_interrupted_run_resume_as_if_nothing_had_happened() {
     assert_same_run(interrupted.path(), whole.path());
 }
 
+/// What a job script does when its run may have died before: `--resume` if it left anything.
+fn start_or_resume(dir: &Path) -> Process {
+    let is_begun = ["metrics.jsonl", "recipe.yaml"].iter().any(|name| dir.join("out").join(name).exists());
+    Process::start(dir, if is_begun { &["--resume"] } else { &[] })
+}
+
+/// Kills `process` after `delay`, if it has not ended by then; says whether it was killed.
+fn kill_after(process: Process, delay: Duration) -> bool {
+    let pid = Pid::from_child(&process.child);
+    let (ended, end) = mpsc::channel();
+    let waits = thread::spawn(move || {
+        let (status, said) = process.end();
+        // The receiver is gone only if the test has failed.
+        let _ = ended.send(());
+        assert!(status.success() || status.signal() == Some(Signal::KILL.as_raw()), "{status}: {said}");
+        !status.success()
+    });
+    if end.recv_timeout(delay).is_err() {
+        // Not waited for yet, or it would have sent; at worst it is a zombie, which a signal does not harm.
+        let _ = kill_process(pid, Signal::KILL);
+    }
+    waits.join().unwrap()
+}
+
+#[test]
+fn a_run_killed_at_twenty_random_moments_ends_with_the_bits_of_one_that_was_not() {
+    let whole = tempfile::tempdir().unwrap();
+    let start = Instant::now();
+    complete(whole.path(), &[]);
+    let duration = start.elapsed();
+
+    let mut random = StdRng::seed_from_u64(20);
+    let mut dir = tempfile::tempdir().unwrap();
+    let mut n_kills = 0;
+    while n_kills < 20 {
+        if kill_after(start_or_resume(dir.path()), duration.mul_f64(random.random())) {
+            n_kills += 1;
+        } else {
+            assert_same_run(dir.path(), whole.path());
+            dir = tempfile::tempdir().unwrap();
+        }
+    }
+    let (status, said) = start_or_resume(dir.path()).end();
+    assert_eq!(status.code(), Some(0), "{said}");
+    assert_same_run(dir.path(), whole.path());
+}
+
 /// Rollouts in flight at every refit: of twelve groups five sequences run at a time, and six groups are trained on.
 const IN_FLIGHT: [&str; 4] =
     ["rollout.over_sampling_groups=6", "train.max_staleness=4", "engine.max_running=5", "eval.every=3"];
@@ -285,6 +336,18 @@ fn a_directory_with_checkpoints_is_neither_overwritten_nor_resumed_unasked() {
     let error = in_process(&recipe, None, false).expect_err("a run is there");
     assert!(matches!(error, RunError::OutTaken { .. }), "{error}");
     assert_eq!(error.exit_class(), ExitClass::Usage);
+}
+
+#[test]
+fn a_run_that_died_before_its_first_checkpoint_is_resumed_from_its_start() {
+    let (dead, whole) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let changes = ["run.steps=1", "eval.problems=0"];
+    fs::create_dir_all(dead.path().join("out/step-000002.tmp")).unwrap();
+    fs::write(dead.path().join("out/metrics.jsonl"), "{\"half a li").unwrap();
+    in_process(&recipe(dead.path(), &changes), None, true).unwrap();
+    in_process(&recipe(whole.path(), &changes), None, false).unwrap();
+    assert_eq!(measured(dead.path()), measured(whole.path()));
+    assert!(!dead.path().join("out/step-000002.tmp").exists());
 }
 
 /// Judges by a function, and counts.

@@ -418,7 +418,8 @@ fn load_trainer(
     Ok(trainer)
 }
 
-/// The checkpoint to continue from; refuses to mix two runs in one directory.
+/// The checkpoint to continue from; refuses to mix two runs in one directory. A run that died before its first
+/// checkpoint is continued from its start.
 fn find_resumed(
     recipe: &Recipe,
     checkpoints: &Checkpoints,
@@ -429,10 +430,12 @@ fn find_resumed(
         dir.check_free(options.overwrite, &[&recipe.model.path, recipe.model.tokenizer_path()])?;
         return Ok(None);
     }
-    let Some(latest) = checkpoints.latest()? else {
-        return Err(RunError::NothingToResume { path: recipe.run.out.clone() });
-    };
-    RunState::read(&latest)?.check(recipe)?;
+    let latest = checkpoints.latest()?;
+    match &latest {
+        Some(latest) => RunState::read(latest)?.check(recipe)?,
+        None if dir.is_taken()? => tracing::warn!("the run had no checkpoint yet and starts over"),
+        None => return Err(RunError::NothingToResume { path: recipe.run.out.clone() }),
+    }
     dir.discard_unfinished()?;
-    Ok(Some(latest))
+    Ok(latest)
 }

@@ -44,15 +44,25 @@ impl RunDir {
         self.path.join(name)
     }
 
+    /// Whether a run left anything here.
+    ///
+    /// # Errors
+    /// If the directory cannot be read.
+    pub(crate) fn is_taken(&self) -> Result<bool, RunError> {
+        Ok([METRICS, RECIPE].iter().any(|name| self.join(name).exists()) || !self.checkpoints()?.is_empty())
+    }
+
     /// Refuses to start a run over what another one left, or, with `overwrite`, over the files it starts from.
     ///
     /// # Errors
     /// If the directory holds a run, or `overwrite` would remove one of `sources`.
     pub(crate) fn check_free(&self, overwrite: bool, sources: &[&Path]) -> Result<(), RunError> {
         if !overwrite {
-            let is_taken = [METRICS, RECIPE].iter().any(|name| self.join(name).exists())
-                || !self.checkpoints()?.is_empty();
-            return if is_taken { Err(RunError::OutTaken { path: self.path.clone() }) } else { Ok(()) };
+            return if self.is_taken()? {
+                Err(RunError::OutTaken { path: self.path.clone() })
+            } else {
+                Ok(())
+            };
         }
         let discarded = self.checkpoints()?;
         for &source in sources {
