@@ -20,6 +20,7 @@ pub mod attention;
 pub mod experts;
 pub mod gemm;
 pub mod logprob;
+pub mod numerics;
 pub mod rms_norm;
 pub mod rope;
 pub mod route_record;
