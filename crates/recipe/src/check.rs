@@ -4,8 +4,9 @@ use std::fmt;
 use std::path::Path;
 
 use crate::learning::{Algorithm, Overlong, Sft, Train};
+use crate::numerics::Numerics;
 use crate::recipe::{Recipe, SftRecipe};
-use crate::rollout::{Engine, Rollout};
+use crate::rollout::{Dtype, Engine, Rollout};
 use crate::task::{NewOrExistingModel, Task};
 
 /// What a number may be.
@@ -122,6 +123,14 @@ pub enum Rule {
         /// `train.max_staleness`.
         max_staleness: u64,
     },
+    /// The same bits from formats that round differently.
+    #[error("`numerics` is `exact`, but `rollout.dtype` is {rollout} and `train.dtype` is {train}")]
+    ExactAcrossDtypes {
+        /// `rollout.dtype`.
+        rollout: Dtype,
+        /// `train.dtype`.
+        train: Dtype,
+    },
     /// Sampling from a part of the distribution, while the trainer scores all of it.
     #[error(
         "`{path}` is {value}, but the trainer scores the whole distribution, so logprobs would not compare"
@@ -193,6 +202,7 @@ impl Rule {
             Self::UnevenMiniSteps { .. } => ["rollout.groups", "train.mini_steps"],
             Self::OverSampledBatch { .. } => ["rollout.over_sampling_groups", "rollout.groups"],
             Self::OverSampledStaleness { .. } => ["train.max_staleness", "rollout.over_sampling_groups"],
+            Self::ExactAcrossDtypes { .. } => ["numerics", "rollout.dtype"],
             Self::OverlongCacheTooLong { .. } => ["algorithm.dapo.overlong.cache_tokens"; 2],
             Self::OverlongOutOfReach { .. } => ["algorithm.dapo.overlong.max_tokens"; 2],
             Self::NothingToTrainOn { .. } => ["task.arithmetic.held_out", "task.arithmetic.digits"],
@@ -219,6 +229,9 @@ impl Rule {
                     "set `train.max_staleness` to {mini_steps} or more, or `rollout.over_sampling_groups` to 0"
                 )
             }
+            Self::ExactAcrossDtypes { rollout, train } => format!(
+                "set `rollout.dtype` to {train} or `train.dtype` to {rollout}, or `numerics` to `fast`"
+            ),
             Self::TruncatedSampling { path, whole, .. } => {
                 format!("set `{path}` to {whole}; `rollout.temperature` may narrow the distribution instead")
             }
@@ -246,7 +259,7 @@ impl Recipe {
     /// # Errors
     /// The first rule that is broken.
     pub fn check(&self) -> Result<(), Rule> {
-        let Self { model, task, rollout, engine, algorithm, train, ring, eval, run, .. } = self;
+        let Self { model, task, rollout, engine, algorithm, numerics, train, ring, eval, run, .. } = self;
         filled("model.path", &model.path)?;
         filled("run.out", &run.out)?;
         check_task(task)?;
@@ -258,6 +271,7 @@ impl Recipe {
             return Err(Rule::UnevenMiniSteps { groups: rollout.groups, mini_steps: train.mini_steps });
         }
         check_over_sampling(rollout, train)?;
+        check_numerics(*numerics, rollout.dtype, train.dtype.into())?;
         within("ring.bytes", ring.bytes.0, Limit::Positive, "64MiB")?;
         within("ring.deadline_s", ring.deadline_s, Limit::Count(1), "600")?;
         within("eval.max_new_tokens", eval.max_new_tokens.unwrap_or(1), Limit::Count(1), "16")?;
@@ -344,6 +358,14 @@ fn check_over_sampling(rollout: &Rollout, train: &Train) -> Result<(), Rule> {
     }
     if over_sampling_groups > 0 && max_staleness < mini_steps as u64 {
         return Err(Rule::OverSampledStaleness { mini_steps, max_staleness });
+    }
+    Ok(())
+}
+
+/// Sums agree to the bit only where both sides round alike.
+fn check_numerics(numerics: Option<Numerics>, rollout: Dtype, train: Dtype) -> Result<(), Rule> {
+    if numerics == Some(Numerics::Exact) && rollout != train {
+        return Err(Rule::ExactAcrossDtypes { rollout, train });
     }
     Ok(())
 }

@@ -3,6 +3,8 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::rollout::Dtype;
+
 /// The objective, in YAML `dapo: { clip_low: 0.2, clip_high: 0.28 }`.
 ///
 /// Both take the advantage from the group: `A = (R - mean) / (std + 1e-6)`, with `std` over `G - 1`, and exactly 0
@@ -141,6 +143,14 @@ pub enum TrainDtype {
     /// 32-bit floating point.
     #[default]
     F32,
+}
+
+impl From<TrainDtype> for Dtype {
+    fn from(dtype: TrainDtype) -> Self {
+        match dtype {
+            TrainDtype::F32 => Self::F32,
+        }
+    }
 }
 
 /// The learning rate after warm-up.

@@ -8,6 +8,7 @@ pub mod bytes;
 pub mod check;
 pub mod error;
 pub mod learning;
+pub mod numerics;
 pub mod place;
 mod reader;
 pub mod recipe;

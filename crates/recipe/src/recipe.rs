@@ -13,10 +13,11 @@ use serde::{Deserialize, Serialize};
 use crate::check::Rule;
 use crate::error::{Problem, RecipeError};
 use crate::learning::{Algorithm, Sft, Train};
+use crate::numerics::Numerics;
 use crate::place::{Place, Source, Spot};
 use crate::reader;
 use crate::reference;
-use crate::rollout::{Engine, Refit, Rollout, RouterReplay};
+use crate::rollout::{Dtype, Engine, Refit, Rollout, RouterReplay};
 use crate::run::{Eval, Metrics, Ring, Run, SftRun};
 use crate::task::{Model, NewOrExistingModel, Task};
 use crate::tree::{Fault, Node, Value};
@@ -43,6 +44,9 @@ pub struct Recipe {
     /// Whether the trainer takes the experts the rollout took.
     #[serde(default)]
     pub router_replay: RouterReplay,
+    /// Orders of sums; by default `exact` if `rollout.dtype` is `train.dtype`, else `fast`.
+    #[serde(default)]
+    pub numerics: Option<Numerics>,
     /// The objective.
     pub algorithm: Algorithm,
     /// The optimiser and its batches.
@@ -112,6 +116,13 @@ impl Recipe {
     #[must_use]
     pub fn to_yaml(&self) -> String {
         serde_saphyr::to_string(self).expect("a recipe is plain data")
+    }
+
+    /// [`Self::numerics`] with its default: sums can only agree where both sides compute in one dtype.
+    #[must_use]
+    pub fn resolved_numerics(&self) -> Numerics {
+        let same_dtype = self.rollout.dtype == Dtype::from(self.train.dtype);
+        self.numerics.unwrap_or(if same_dtype { Numerics::Exact } else { Numerics::Fast })
     }
 }
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use r3_recipe::bytes::Bytes;
 use r3_recipe::error::RecipeError;
 use r3_recipe::learning::{Algorithm, Dapo, DynamicSampling, Grpo, Train};
+use r3_recipe::numerics::Numerics;
 use r3_recipe::recipe::{Recipe, SftRecipe};
 use r3_recipe::reference;
 use r3_recipe::rollout::{Dtype, Engine, InFlight, Refit, ReplayMode, RouterReplay};
@@ -47,6 +48,16 @@ fn load(text: &str, overrides: &[&str]) -> Recipe {
     let loaded = Recipe::load(&path, &overrides).unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(loaded.text, text);
     loaded.recipe
+}
+
+#[test]
+fn numerics_are_exact_where_they_can_be() {
+    for (dtype, expected) in [("f32", Numerics::Exact), ("bf16", Numerics::Fast)] {
+        let recipe = load(SHORT, &[&format!("rollout.dtype={dtype}"), "train.dtype=f32"]);
+        assert_eq!((recipe.numerics, recipe.resolved_numerics()), (None, expected));
+    }
+    let recipe = load(SHORT, &["rollout.dtype=f32", "numerics=fast"]);
+    assert_eq!(recipe.resolved_numerics(), Numerics::Fast);
 }
 
 #[test]

@@ -62,6 +62,21 @@ fn more_over_sampling_than_a_batch_is_refused() {
 }
 
 #[test]
+fn exact_numerics_across_dtypes_are_refused() {
+    assert_snapshot!(set(&["numerics=exact", "rollout.dtype=bf16", "train.dtype=f32"]), @"
+    error: `numerics` is `exact`, but `rollout.dtype` is bf16 and `train.dtype` is f32
+     --> --set:1:10
+      |
+    1 | numerics=exact
+      |          ^^^^^
+
+    hint: set `rollout.dtype` to f32 or `train.dtype` to bf16, or `numerics` to `fast`
+    ");
+    load(&["numerics=exact", "rollout.dtype=f32"]).expect("one dtype is fine");
+    load(&["numerics=fast", "rollout.dtype=f32"]).expect("free order may be asked for");
+}
+
+#[test]
 fn over_sampling_without_staleness_is_refused() {
     assert_snapshot!(set(&["rollout.over_sampling_groups=4", "train.max_staleness=1"]), @"
     error: `train.max_staleness` is 1, but groups that `rollout.over_sampling_groups` leaves for the next step are 2 optimiser steps old by then

@@ -28,7 +28,7 @@ fn an_unknown_key_of_the_root_is_pointed_at() {
     5 | trian:
       | ^^^^^
 
-    hint: did you mean `train`? a recipe takes `model`, `task`, `rollout`, `engine`, `router_replay`, `algorithm`, `train`, `refit`, `ring`, `eval`, `metrics`, `run`
+    hint: did you mean `train`? a recipe takes `model`, `task`, `rollout`, `engine`, `router_replay`, `numerics`, `algorithm`, `train`, `refit`, `ring`, `eval`, `metrics`, `run`
     ");
 }
 
