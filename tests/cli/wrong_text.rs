@@ -235,15 +235,22 @@ fn a_run_is_only_discarded_for_one_that_can_start() {
 }
 
 #[test]
-fn a_resumed_run_is_the_same_run() {
+fn a_resumed_run_keeps_its_seed_and_names_what_changed() {
     let directory = Directory::with_model();
     directory.done(&["run", "recipe.yaml"]);
-    assert_snapshot!(directory.refused(&["run", "recipe.yaml", "--resume", "--set", "train.lr=2e-3"]), @r"
+    assert_snapshot!(directory.refused(&["run", "recipe.yaml", "--resume", "--set", "run.seed=8"]), @"
     exit 2
-    error: the checkpoint was written with `train.lr: 0.001`, but the recipe now says 0.002
+    error: the checkpoint was written with `run.seed: 7`, but the recipe now says 8
 
-    hint: set `train.lr` back to 0.001, or start a new run from the checkpoint with `model.path`
+    hint: set `run.seed` back to 7, or start a new run from the checkpoint with `model.path`
     ");
+    let resumed = directory.r3(&["run", "recipe.yaml", "--resume", "--set", "train.lr=2e-3"]);
+    assert_eq!(resumed.code, 0, "{}", resumed.stderr);
+    assert!(
+        resumed.stderr.contains("resuming with `train.lr: 0.002` instead of 0.001"),
+        "{}",
+        resumed.stderr
+    );
 }
 
 #[test]

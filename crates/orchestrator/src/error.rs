@@ -14,6 +14,8 @@ use r3_telemetry::error::TelemetryError;
 use r3_train::error::TrainError;
 use r3_wire::error::WireError;
 
+use crate::run_state::Change;
+
 /// What stopped a run or kept it from starting.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the message of each variant says what its fields are")]
@@ -54,8 +56,10 @@ pub enum RunError {
     ModelOverwritten { model: PathBuf, path: PathBuf },
     #[error("{} holds no checkpoint to resume from", path.display())]
     NothingToResume { path: PathBuf },
-    #[error("the checkpoint was written with `{key}: {then}`, but the recipe now says {now}")]
-    RecipeChanged { key: String, then: String, now: String },
+    #[error(
+        "the checkpoint was written with `{}: {}`, but the recipe now says {}", change.key, change.then, change.now
+    )]
+    RecipeChanged { change: Change },
     #[error("cannot use {}", path.display())]
     Io { path: PathBuf, source: io::Error },
     #[error("{} is not the run state r3 wrote", path.display())]
@@ -132,7 +136,7 @@ impl RunError {
             }
             Self::ModelOverwritten { .. } => "write to another directory with --set run.out=DIR".into(),
             Self::NothingToResume { .. } => "start the run without --resume".into(),
-            Self::RecipeChanged { key, then, .. } => {
+            Self::RecipeChanged { change: Change { key, then, .. } } => {
                 format!(
                     "set `{key}` back to {then}, or start a new run from the checkpoint with `model.path`"
                 )
@@ -263,7 +267,8 @@ mod tests {
     fn own() -> Vec<(ExitClass, RunError)> {
         let (waited, io) =
             (Duration::from_secs(1), |kind| RunError::Io { path: path(), source: failed(kind) });
-        let changed = RunError::RecipeChanged { key: "k".into(), then: "1".into(), now: "2".into() };
+        let change = Change { key: "k".into(), then: "1".into(), now: "2".into() };
+        let changed = RunError::RecipeChanged { change };
         vec![
             (ExitClass::Usage, RunError::RingTooSmall { ring_bytes: 1, needed_bytes: 2 }),
             (ExitClass::Machine, RunError::KvTooLarge { kv_bytes: 2, available_bytes: 1 }),

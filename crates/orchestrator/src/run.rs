@@ -20,7 +20,7 @@ use r3_telemetry::step_record::StepRecord;
 use r3_telemetry::summary::RunSummary;
 use r3_telemetry::telemetry::{Telemetry, TelemetryConfig};
 use r3_train::batch::Batch;
-use r3_train::checkpoint::{Checkpoints, TrainerState, verify};
+use r3_train::checkpoint::{Checkpoints, Position, TrainerState, verify};
 use r3_train::optimiser::AdamWConfig;
 use r3_train::trainer::{StepStats, Trainer};
 
@@ -32,7 +32,7 @@ use crate::pending_file;
 use crate::prompts::Prompts;
 use crate::record::{StepReport, Timings, set_evaluation, set_memory};
 use crate::run_dir::{METRICS, RECIPE, RunDir};
-use crate::run_state::RunState;
+use crate::run_state::{Change, RunState};
 use crate::sample_stats::SampleStats;
 use crate::setup::{self, Sizes, TaskParts};
 use crate::shutdown::Shutdown;
@@ -128,6 +128,8 @@ struct Run<'a> {
     /// Steps done: batches trained on.
     step: u64,
     saved_step: Option<u64>,
+    /// Held-out accuracy of the current weights, if they were evaluated.
+    accuracy: Option<f64>,
     /// Seconds the newest checkpoint took to write.
     save_s: f64,
     /// Groups begun and not trained on.
@@ -151,7 +153,8 @@ impl<'a> Run<'a> {
     fn start(recipe: &'a Recipe, options: &RunOptions) -> Result<Self, RunError> {
         let began = Instant::now();
         let out = &recipe.run.out;
-        let checkpoints = Checkpoints::new(out.clone(), recipe.run.keep_last);
+        let checkpoints =
+            Checkpoints::new(out.clone(), recipe.run.keep_last).keeping_best(recipe.run.keep_best);
         let dir = RunDir::lock(out)?;
         let resumed = find_resumed(recipe, &checkpoints, &dir, options)?;
         let model_dir = resumed.as_deref().unwrap_or(&recipe.model.path);
@@ -206,6 +209,7 @@ impl<'a> Run<'a> {
             began,
             step,
             saved_step: resumed.is_some().then_some(step),
+            accuracy: None,
             save_s: 0.0,
             n_pending,
             memory: sizes.memory,
@@ -292,6 +296,7 @@ impl<'a> Run<'a> {
     /// Evaluates if it is time, shows and keeps the step's record, and saves if it is time.
     fn finish_step(&mut self, sampled: &Sampled, learned: &Learned, served: &Served) -> Result<(), RunError> {
         self.step += 1;
+        self.accuracy = None;
         let report = StepReport {
             step: self.step,
             stats: &learned.stats,
@@ -348,6 +353,7 @@ impl<'a> Run<'a> {
         let bar = self.telemetry.progress().bar(BarKind::Eval, eval.problems as u64);
         let evaluation = self.worker.evaluate(eval.problems, max_new_tokens, bar)?;
         set_evaluation(record, &self.dataset_name, evaluation);
+        self.accuracy = Some(evaluation.accuracy);
         let (correct, step) = (100.0 * evaluation.accuracy, self.step);
         self.telemetry.progress().line(&format!(
             "eval after step {step}: {correct:.1} % of {} held-out problems",
@@ -367,7 +373,8 @@ impl<'a> Run<'a> {
         let (trainer, companions) = (&self.trainer, &self.companions);
         let policy = trainer.policy();
         let needed_bytes = trainer.checkpoint_bytes() + pending.frames.len() as u64;
-        self.checkpoints.save(trainer.position(self.step), needed_bytes, |dir| {
+        let position = Position { score: self.accuracy, ..trainer.position(self.step) };
+        self.checkpoints.save(position, needed_bytes, |dir| {
             write_weights(dir, policy.config(), policy, Dtype::F32)?;
             companions.write(dir)?;
             trainer.write_optimiser(dir)?;
@@ -432,7 +439,11 @@ fn find_resumed(
     }
     let latest = checkpoints.latest()?;
     match &latest {
-        Some(latest) => RunState::read(latest)?.check(recipe)?,
+        Some(latest) => {
+            for Change { key, then, now } in RunState::read(latest)?.changes(recipe)? {
+                tracing::warn!("resuming with `{key}: {now}` instead of {then}");
+            }
+        }
         None if dir.is_taken()? => tracing::warn!("the run had no checkpoint yet and starts over"),
         None => return Err(RunError::NothingToResume { path: recipe.run.out.clone() }),
     }

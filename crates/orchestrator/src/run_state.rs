@@ -13,9 +13,30 @@ use crate::error::{RunError, io_at};
 
 const FILE: &str = "run_state.json";
 
-/// Sections of a recipe that a resumed run may change: they decide how fast, how long and how observed a run is, not
-/// what it learns. The checkpoint stands in for the model. Of `run`, [`RunState::check`] holds on to what matters.
-const FREE_KEYS: [&str; 6] = ["engine", "ring", "eval", "metrics", "run", "model"];
+/// Keys that no resumed run may change: they decide what a prompt's number and a sample's key stand for.
+const FIXED: [&str; 3] = ["task", "run.seed", "model.tokenizer"];
+
+/// Keys that must stay while rollouts wait that were sampled under them.
+const FIXED_BY_PENDING: [&str; 2] = ["rollout", "router_replay"];
+
+/// A key that a resumed run has otherwise than the checkpoint. Values are JSON, or `nothing`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Change {
+    /// Dotted path.
+    pub key: String,
+    /// Value when the checkpoint was written.
+    pub then: String,
+    /// Value in the recipe it is resumed with.
+    pub now: String,
+}
+
+impl Change {
+    /// Whether it lies in one of `sections`, or is one.
+    fn is_in(&self, sections: &[&str]) -> bool {
+        let below = |section| self.key.strip_prefix(section);
+        sections.iter().filter_map(below).any(|rest| rest.is_empty() || rest.starts_with('.'))
+    }
+}
 
 /// `run_state.json` of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -58,28 +79,20 @@ impl RunState {
         serde_json::from_str(&text).map_err(|source| RunError::RunState { path, source })
     }
 
-    /// Refuses a recipe under which the run would not be the one it was.
+    /// What `recipe` has changed, key by key. All of the recipe may change but what gives the checkpoint its meaning.
     ///
     /// # Errors
-    /// The first key that changed, with both values.
-    pub fn check(&self, recipe: &Recipe) -> Result<(), RunError> {
-        let now = to_json(recipe);
-        let mut keys: Vec<String> = Vec::new();
-        if let Value::Object(sections) = &now {
-            keys.extend(sections.keys().filter(|key| !FREE_KEYS.contains(&key.as_str())).cloned());
+    /// The first key that may not change, with both values.
+    pub fn changes(&self, recipe: &Recipe) -> Result<Vec<Change>, RunError> {
+        let mut changes = Vec::new();
+        add_differences(String::new(), Some(&self.recipe), Some(&to_json(recipe)), &mut changes);
+        let is_fixed = |change: &&Change| {
+            change.is_in(&FIXED) || (!self.begun.is_empty() && change.is_in(&FIXED_BY_PENDING))
+        };
+        match changes.iter().find(is_fixed) {
+            Some(change) => Err(RunError::RecipeChanged { change: change.clone() }),
+            None => Ok(changes),
         }
-        keys.extend(["run.seed".into(), "model.tokenizer".into()]);
-        if self.recipe.pointer("/train/schedule") != Some(&Value::from("constant")) {
-            keys.push("run.steps".into());
-        }
-        for key in keys {
-            let pointer = format!("/{}", key.replace('.', "/"));
-            let (then, now) = (self.recipe.pointer(&pointer), now.pointer(&pointer));
-            if let Some((key, then, now)) = first_difference(&key, then, now) {
-                return Err(RunError::RecipeChanged { key, then, now });
-            }
-        }
-        Ok(())
     }
 }
 
@@ -87,23 +100,20 @@ fn to_json(recipe: &Recipe) -> Value {
     serde_json::to_value(recipe).expect("a recipe is plain data")
 }
 
-/// The first dotted key below `key` at which two values differ.
-fn first_difference(
-    key: &str,
-    then: Option<&Value>,
-    now: Option<&Value>,
-) -> Option<(String, String, String)> {
+/// Adds the dotted keys at and below `key` at which two values differ.
+fn add_differences(key: String, then: Option<&Value>, now: Option<&Value>, changes: &mut Vec<Change>) {
     if then == now {
-        return None;
+        return;
     }
     if let (Some(Value::Object(then)), Some(Value::Object(now))) = (then, now) {
-        let keys = then.keys().chain(now.keys().filter(|key| !then.contains_key(*key)));
-        return keys
-            .filter_map(|inner| first_difference(&format!("{key}.{inner}"), then.get(inner), now.get(inner)))
-            .next();
+        for inner in then.keys().chain(now.keys().filter(|key| !then.contains_key(*key))) {
+            let key = if key.is_empty() { inner.clone() } else { format!("{key}.{inner}") };
+            add_differences(key, then.get(inner), now.get(inner), changes);
+        }
+        return;
     }
     let text = |value: Option<&Value>| value.map_or_else(|| "nothing".to_owned(), Value::to_string);
-    Some((key.to_owned(), text(then), text(now)))
+    changes.push(Change { key, then: text(then), now: text(now) });
 }
 
 #[cfg(test)]
@@ -113,94 +123,68 @@ mod tests {
     use super::*;
     use crate::fixtures::recipe;
 
-    /// What a run that was started with `changes` says to the recipe as it is.
-    fn resumed(changes: &[(&str, Value)]) -> Result<(), RunError> {
-        let mut state = RunState::new(&recipe(), 6, &BTreeMap::new());
-        for (pointer, value) in changes {
+    /// What a run that was started with `started` and has `begun` these groups says to the recipe as it is.
+    fn resumed(started: &[(&str, Value)], begun: &[(u64, u64)]) -> Result<Vec<Change>, RunError> {
+        let begun = begun.iter().map(|&(group, version)| (GroupId(group), PolicyVersion(version))).collect();
+        let mut state = RunState::new(&recipe(), 6, &begun);
+        for (pointer, value) in started {
             *state.recipe.pointer_mut(pointer).unwrap_or_else(|| panic!("no {pointer}")) = value.clone();
         }
-        state.check(&recipe())
+        state.changes(&recipe())
     }
 
-    fn refused(changes: &[(&str, Value)]) -> (String, String, String) {
-        match resumed(changes) {
-            Err(RunError::RecipeChanged { key, then, now }) => (key, then, now),
-            other => panic!("{changes:?}: {other:?}"),
+    /// The change of `pointer` from `then` to what the recipe says.
+    fn change(pointer: &str, then: &Value) -> Change {
+        let now = RunState::new(&recipe(), 0, &BTreeMap::new()).recipe.pointer(pointer).unwrap().to_string();
+        Change { key: pointer[1..].replace('/', "."), then: then.to_string(), now }
+    }
+
+    fn refused(started: &[(&str, Value)], begun: &[(u64, u64)]) -> Change {
+        match resumed(started, begun) {
+            Err(RunError::RecipeChanged { change }) => change,
+            other => panic!("{started:?}: {other:?}"),
         }
     }
 
     #[test]
-    fn what_decides_what_is_learnt_is_refused_by_its_dotted_key() {
+    fn what_gives_the_checkpoint_its_meaning_is_refused_by_its_dotted_key() {
+        for (pointer, then) in [("/run/seed", json!(9)), ("/task/arithmetic/digits", json!(3))] {
+            assert_eq!(refused(&[(pointer, then.clone())], &[]), change(pointer, &then));
+        }
+        assert_eq!(refused(&[("/train/lr", json!(1.0)), ("/run/seed", json!(9))], &[]).key, "run.seed");
+    }
+
+    #[test]
+    fn what_pending_rollouts_were_sampled_under_stays_until_they_are_trained_on() {
         for (pointer, then) in [
-            ("/run/seed", json!(9)),
-            ("/task/arithmetic/digits", json!(3)),
             ("/rollout/temperature", json!(0.5)),
-            ("/rollout/groups", json!(3)),
-            ("/rollout/over_sampling_groups", json!(1)),
-            ("/refit/in_flight", json!("drain")),
-            ("/rollout/stop_token_ids", json!([1])),
+            ("/rollout/group_size", json!(9)),
             ("/router_replay/mode", json!("off")),
-            ("/algorithm/dapo/clip_high", json!(0.5)),
-            ("/train/lr", json!(1.0)),
-            ("/train/schedule", json!("linear")),
         ] {
-            let now =
-                RunState::new(&recipe(), 0, &BTreeMap::new()).recipe.pointer(pointer).unwrap().to_string();
-            let key = pointer[1..].replace('/', ".");
-            assert_eq!(refused(&[(pointer, then.clone())]), (key, then.to_string(), now));
+            let started = [(pointer, then.clone())];
+            assert_eq!(refused(&started, &[(39, 8)]), change(pointer, &then));
+            assert_eq!(resumed(&started, &[]).unwrap(), [change(pointer, &then)]);
         }
-        let grpo = json!({ "grpo": { "clip": 0.2 } });
-        assert_eq!(refused(&[("/algorithm", grpo)]).0, "algorithm.grpo");
+        assert!(resumed(&[("/train/lr", json!(1.0))], &[(39, 8)]).is_ok());
     }
 
     #[test]
-    fn a_key_that_came_or_went_is_refused_too() {
-        let mut state = RunState::new(&recipe(), 0, &BTreeMap::new());
-        state.recipe["rollout"].as_object_mut().unwrap().remove("top_p");
-        let Err(RunError::RecipeChanged { key, then, .. }) = state.check(&recipe()) else {
-            panic!("it came")
-        };
-        assert_eq!((&*key, &*then), ("rollout.top_p", "nothing"));
-        state = RunState::new(&recipe(), 0, &BTreeMap::new());
-        state.recipe["train"]["gone"] = json!(1);
-        let Err(RunError::RecipeChanged { key, now, .. }) = state.check(&recipe()) else { panic!("it went") };
-        assert_eq!((&*key, &*now), ("train.gone", "nothing"));
+    fn every_other_change_is_named() {
+        assert_eq!(resumed(&[], &[]).unwrap(), []);
+        let started =
+            [("/engine/kv_memory", json!("1GiB")), ("/run/steps", json!(2)), ("/train/lr", json!(1.0))];
+        let mut named = resumed(&started, &[]).unwrap();
+        named.sort_by(|a, b| a.key.cmp(&b.key));
+        assert_eq!(named, started.map(|(pointer, then)| change(pointer, &then)));
+        let grpo = resumed(&[("/algorithm", json!({ "grpo": { "clip": 0.2 } }))], &[]).unwrap();
+        assert_eq!((&*grpo[0].key, &*grpo[0].now), ("algorithm.grpo", "nothing"));
+        assert_eq!((&*grpo[1].key, &*grpo[1].then), ("algorithm.dapo", "nothing"));
     }
 
     #[test]
-    fn what_decides_speed_and_sight_is_free() {
-        assert!(resumed(&[]).is_ok());
-        for (pointer, then) in [
-            ("/model/path", json!("elsewhere")),
-            ("/engine/kv_memory", json!("1GiB")),
-            ("/engine/prefix_cache", json!(false)),
-            ("/ring/deadline_s", json!(1)),
-            ("/eval/problems", json!(3)),
-            ("/metrics/jsonl", json!(false)),
-            ("/run/out", json!("elsewhere")),
-            ("/run/save_every", json!(1)),
-            ("/run/keep_last", json!(9)),
-        ] {
-            assert!(resumed(&[(pointer, then)]).is_ok(), "{pointer}");
-        }
-    }
-
-    #[test]
-    fn a_run_may_grow_longer_if_its_rate_does_not_depend_on_its_length() {
-        assert!(resumed(&[("/run/steps", json!(2))]).is_ok());
-        for schedule in ["linear", "cosine"] {
-            let mut now = recipe();
-            now.train.schedule = serde_json::from_value(json!(schedule)).unwrap();
-            let mut state = RunState::new(&now, 0, &BTreeMap::new());
-            assert!(state.check(&now).is_ok());
-            state.recipe["run"]["steps"] = json!(2);
-            match state.check(&now) {
-                Err(RunError::RecipeChanged { key, then, now }) => {
-                    assert_eq!((&*key, &*then, &*now), ("run.steps", "2", "4"));
-                }
-                other => panic!("{other:?}"),
-            }
-        }
+    fn a_key_is_not_in_a_section_whose_name_it_begins_with() {
+        let task = Change { key: "tasks.x".into(), then: String::new(), now: String::new() };
+        assert!(!task.is_in(&FIXED));
     }
 
     #[test]

@@ -7,6 +7,7 @@ use crate::learning::{Algorithm, Overlong, Sft, Train};
 use crate::numerics::Numerics;
 use crate::recipe::{Recipe, SftRecipe};
 use crate::rollout::{Dtype, Engine, Rollout};
+use crate::run::{Eval, Run};
 use crate::task::{NewOrExistingModel, Task};
 
 /// What a number may be.
@@ -184,6 +185,16 @@ pub enum Rule {
     /// Two sources of evaluation problems.
     #[error("`task.jsonl` has both `eval` and `held_out`")]
     TwoEvaluations,
+    /// Best checkpoints wanted of which nobody knows how good they are.
+    #[error("`run.keep_best` is {keep_best}, but not every checkpoint is evaluated")]
+    UnknownBest {
+        /// `run.keep_best`.
+        keep_best: usize,
+        /// `eval.problems`.
+        problems: usize,
+        /// `run.save_every`.
+        save_every: u64,
+    },
     /// Dropped carries, in a task that has none.
     #[error("`sft.carry_dropped` is {carry_dropped}, but only arithmetic has carries to drop")]
     NoCarries {
@@ -208,6 +219,7 @@ impl Rule {
             Self::NothingToTrainOn { .. } => ["task.arithmetic.held_out", "task.arithmetic.digits"],
             Self::TooFewHeldOut { path, .. } => [path, "task"],
             Self::TwoEvaluations => ["task.jsonl.held_out"; 2],
+            Self::UnknownBest { .. } => ["run.keep_best", "eval.every"],
             Self::NoCarries { .. } => ["sft.carry_dropped"; 2],
         }
     }
@@ -248,6 +260,10 @@ impl Rule {
                 format!("hold out more problems in `task`, or set `{path}` to {held_out}")
             }
             Self::TwoEvaluations => "remove `held_out` to evaluate on the file `eval`".into(),
+            Self::UnknownBest { problems: 0, .. } => "set `eval.problems` to 512".into(),
+            Self::UnknownBest { save_every, .. } => {
+                format!("set `eval.every` to `run.save_every`, {save_every}, or to a divisor of it")
+            }
             Self::NoCarries { .. } => "set `sft.carry_dropped` to 0".into(),
         }
     }
@@ -277,8 +293,18 @@ impl Recipe {
         within("eval.max_new_tokens", eval.max_new_tokens.unwrap_or(1), Limit::Count(1), "16")?;
         enough_held_out("eval.problems", eval.problems, task)?;
         within("run.steps", run.steps, Limit::Count(1), "40")?;
-        within("run.keep_last", run.keep_last, Limit::Count(1), "2")
+        within("run.keep_last", run.keep_last, Limit::Count(1), "2")?;
+        check_keep_best(run, eval)
     }
+}
+
+/// The best can only be told if every checkpoint is evaluated; the last one always is.
+fn check_keep_best(run: &Run, eval: &Eval) -> Result<(), Rule> {
+    let is_evaluated = run.save_every == 0 || (eval.every > 0 && run.save_every.is_multiple_of(eval.every));
+    if run.keep_best == 0 || (eval.problems > 0 && is_evaluated) {
+        return Ok(());
+    }
+    Err(Rule::UnknownBest { keep_best: run.keep_best, problems: eval.problems, save_every: run.save_every })
 }
 
 impl SftRecipe {

@@ -75,6 +75,9 @@ pub struct Run {
     /// Newest checkpoints kept; older ones are removed.
     #[serde(default = "Run::default_keep_last")]
     pub keep_last: usize,
+    /// Checkpoints kept besides because their held-out accuracy is highest; needs an evaluation at every checkpoint.
+    #[serde(default)]
+    pub keep_best: usize,
 }
 
 impl Run {

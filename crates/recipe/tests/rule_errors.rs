@@ -306,6 +306,28 @@ fn an_overlong_cache_beyond_the_limit_is_refused() {
 }
 
 #[test]
+fn the_best_checkpoints_need_an_evaluation_each() {
+    assert_snapshot!(set(&["run.keep_best=1"]), @"
+    error: `run.keep_best` is 1, but not every checkpoint is evaluated
+     --> --set:1:15
+      |
+    1 | run.keep_best=1
+      |               ^
+
+    hint: set `eval.every` to `run.save_every`, 10, or to a divisor of it
+    ");
+    assert_snapshot!(set(&["run.keep_best=1", "eval.every=10", "eval.problems=0"]), @"
+    error: `run.keep_best` is 1, but not every checkpoint is evaluated
+     --> --set:1:15
+      |
+    1 | run.keep_best=1
+      |               ^
+
+    hint: set `eval.problems` to 512
+    ");
+}
+
+#[test]
 fn two_sources_of_evaluation_are_refused() {
     assert_snapshot!(with("arithmetic: { digits: 2 }", "jsonl: { train: a, eval: b, held_out: 5 }"), @"
     error: `task.jsonl` has both `eval` and `held_out`

@@ -22,7 +22,7 @@ const UNFINISHED: &str = ".tmp";
 const FORMAT: u32 = 1;
 
 /// `trainer_state.json`: where the run stood, and what the checkpoint holds.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainerState {
     /// Version of this file's format.
@@ -33,6 +33,9 @@ pub struct TrainerState {
     pub version: u64,
     /// Optimiser steps made, which is where the learning rate stands.
     pub optimiser_steps: u64,
+    /// How good the weights are, higher is better; absent if nobody evaluated them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub score: Option<f64>,
     /// Every other file of the checkpoint.
     files: BTreeMap<String, FileDigest>,
 }
@@ -45,7 +48,7 @@ struct FileDigest {
 }
 
 /// Where a run stands, as far as the trainer knows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Position {
     /// Batches trained on.
     pub step: u64,
@@ -53,6 +56,8 @@ pub struct Position {
     pub version: PolicyVersion,
     /// Optimiser steps made.
     pub optimiser_steps: u64,
+    /// How good the weights are, higher is better; `None` if nobody evaluated them.
+    pub score: Option<f64>,
 }
 
 /// The checkpoints of one run: `root/step-000010` and so on.
@@ -60,16 +65,23 @@ pub struct Position {
 pub struct Checkpoints {
     root: PathBuf,
     keep_last: usize,
+    keep_best: usize,
 }
 
 impl Checkpoints {
     /// Checkpoints below `root`, of which the newest `keep_last` (at least 1) are kept.
     #[must_use]
     pub fn new(root: PathBuf, keep_last: usize) -> Self {
-        Self { root, keep_last: keep_last.max(1) }
+        Self { root, keep_last: keep_last.max(1), keep_best: 0 }
     }
 
-    /// Writes the checkpoint of `position.step` and removes those beyond the newest `keep_last`.
+    /// Keeps the `n` of the highest score, too; of equal ones the newer.
+    #[must_use]
+    pub fn keeping_best(self, n: usize) -> Self {
+        Self { keep_best: n, ..self }
+    }
+
+    /// Writes the checkpoint of `position.step` and removes those that are neither among the newest nor the best.
     ///
     /// `write` puts all files but the state into the directory it is given, and no directories. An existing
     /// checkpoint of the same step is replaced.
@@ -120,8 +132,8 @@ impl Checkpoints {
         for (name, path) in list(dir).map_err(|source| failed(dir, source))? {
             files.insert(name, sync_and_digest(&path).map_err(|source| failed(&path, source))?);
         }
-        let Position { step, version, optimiser_steps } = position;
-        let state = TrainerState { format: FORMAT, step, version: version.0, optimiser_steps, files };
+        let Position { step, version, optimiser_steps, score } = position;
+        let state = TrainerState { format: FORMAT, step, version: version.0, optimiser_steps, score, files };
         let path = dir.join(STATE_FILE);
         let mut json = serde_json::to_vec_pretty(&state).expect("numbers and strings always serialise");
         json.push(b'\n');
@@ -138,7 +150,24 @@ impl Checkpoints {
     fn remove_old(&self) -> Result<(), TrainError> {
         let whole = self.whole()?;
         let n_old = whole.len().saturating_sub(self.keep_last);
-        whole[..n_old].iter().try_for_each(|(_, path)| remove(path))
+        let best = self.best(&whole)?;
+        let is_best = |step| best.iter().any(|(known, _)| known == step);
+        whole[..n_old].iter().filter(|(step, _)| !is_best(step)).try_for_each(|(_, path)| remove(path))
+    }
+
+    /// Steps and scores of the best of `whole`, the best first.
+    fn best(&self, whole: &[(u64, PathBuf)]) -> Result<Vec<(u64, f64)>, TrainError> {
+        if self.keep_best == 0 {
+            return Ok(Vec::new());
+        }
+        let mut scored = Vec::new();
+        for (step, path) in whole {
+            scored.extend(read_state(path)?.score.map(|score| (*step, score)));
+        }
+        scored
+            .sort_by(|(step, score), (other_step, other)| other.total_cmp(score).then(other_step.cmp(step)));
+        scored.truncate(self.keep_best);
+        Ok(scored)
     }
 
     /// Whole checkpoints, oldest first.
@@ -163,10 +192,7 @@ impl Checkpoints {
 /// # Errors
 /// [`TrainError::Damaged`] names the first file that is missing, short, changed or not listed.
 pub fn verify(dir: &Path) -> Result<TrainerState, TrainError> {
-    let path = dir.join(STATE_FILE);
-    let json = fs::read(&path).map_err(|source| TrainError::Read { path: path.clone(), source })?;
-    let state: TrainerState =
-        serde_json::from_slice(&json).map_err(|error| TrainError::Damaged { path, source: error.into() })?;
+    let state = read_state(dir)?;
     for (name, expected) in &state.files {
         let path = dir.join(name);
         let found = File::open(&path).and_then(digest);
@@ -184,6 +210,12 @@ pub fn verify(dir: &Path) -> Result<TrainerState, TrainError> {
         Some((_, path)) => Err(TrainError::Damaged { path, source: Damage::Unlisted }),
         None => Ok(state),
     }
+}
+
+fn read_state(dir: &Path) -> Result<TrainerState, TrainError> {
+    let path = dir.join(STATE_FILE);
+    let json = fs::read(&path).map_err(|source| TrainError::Read { path: path.clone(), source })?;
+    serde_json::from_slice(&json).map_err(|error| TrainError::Damaged { path, source: error.into() })
 }
 
 /// Names and paths inside `dir`, sorted.
@@ -258,7 +290,7 @@ mod tests {
     use super::*;
 
     fn position(step: u64) -> Position {
-        Position { step, version: PolicyVersion(2 * step), optimiser_steps: 2 * step }
+        Position { step, version: PolicyVersion(2 * step), optimiser_steps: 2 * step, score: None }
     }
 
     fn write_weights(dir: &Path) -> Result<(), TrainError> {
@@ -291,6 +323,19 @@ mod tests {
         }
         assert_eq!(names(root.path()), ["step-1000000", "step-999999"]);
         assert_eq!(checkpoints.latest().unwrap(), Some(root.path().join("step-1000000")));
+    }
+
+    #[test]
+    fn the_best_are_kept_besides_the_newest() {
+        let root = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::new(root.path().to_owned(), 1).keeping_best(2);
+        let scores = [Some(0.5), Some(0.9), None, Some(0.7), Some(0.7), Some(0.1)];
+        for (step, score) in (1..).zip(scores) {
+            checkpoints.save(Position { score, ..position(step) }, 7, write_weights).unwrap();
+        }
+        assert_eq!(names(root.path()), ["step-000002", "step-000005", "step-000006"]);
+        assert_eq!(verify(&root.path().join("step-000002")).unwrap().score, Some(0.9));
+        assert_eq!(checkpoints.latest().unwrap(), Some(root.path().join("step-000006")));
     }
 
     #[test]

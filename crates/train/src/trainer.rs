@@ -130,7 +130,7 @@ impl Trainer {
     #[must_use]
     pub fn position(&self, step: u64) -> Position {
         let optimiser_steps = self.learner.optimiser.steps();
-        Position { step, version: self.learner.version, optimiser_steps }
+        Position { step, version: self.learner.version, optimiser_steps, score: None }
     }
 
     /// The policy being trained.
