@@ -231,7 +231,7 @@ impl<'a> Run<'a> {
     fn sample(&mut self) -> Result<Sampled, RunError> {
         let began = Instant::now();
         let rollout = &self.recipe.rollout;
-        let max_batches = setup::max_batches(&self.recipe.algorithm);
+        let max_batches = setup::max_batches(self.recipe);
         let bar = |run: &Self, n_groups: usize| {
             run.telemetry.progress().bar(BarKind::Rollout, (n_groups * rollout.group_size) as u64)
         };
@@ -267,7 +267,7 @@ impl<'a> Run<'a> {
         let frames = self.buffer.frames()?;
         check_layers(&frames, &self.trainer.policy().config().moe_layers())?;
         let groups = groups(&frames, self.trainer.version(), self.recipe.train.max_staleness)?;
-        let batch = Batch::pack(&groups, &self.recipe.algorithm, setup::limits(self.recipe))?;
+        let batch = Batch::pack(&groups, self.trainer.objective(), setup::limits(self.recipe))?;
         let bar = self.telemetry.progress().bar(BarKind::Train, batch.n_passes() as u64);
         let mut measured = start;
         let stats = self.trainer.step(&batch, &mut |pass| {
@@ -418,7 +418,7 @@ fn load_trainer(
     let total_steps = recipe.run.steps * recipe.train.mini_steps as u64;
     let optimiser = AdamWConfig::of_train(&recipe.train, total_steps);
     let temperature = setup::narrow(recipe.rollout.temperature);
-    let mut trainer = Trainer::new(policy, &recipe.algorithm, optimiser, temperature);
+    let mut trainer = Trainer::new(policy, setup::objective(recipe), optimiser, temperature);
     if let Some(state) = state {
         trainer.resume(model_dir, state)?;
     }

@@ -16,7 +16,6 @@ use r3_model::checkpoint::Checkpoint;
 use r3_model::config::ModelConfig;
 use r3_model::error::ModelError;
 use r3_model::source::TensorSource;
-use r3_recipe::learning::Algorithm;
 use r3_recipe::recipe::Recipe;
 use r3_recipe::rollout::ReplayMode;
 use r3_recipe::task::{Reward as RewardName, Task};
@@ -30,6 +29,7 @@ use r3_tasks::reward::{ExactMatch, NumericMatch, Reward};
 use r3_tasks::tokenizer::Tokenizer;
 use r3_telemetry::progress::{Bar, BarKind, Progress};
 use r3_train::batch::{Limits, RoutesUse};
+use r3_train::objective::Objective;
 
 use crate::error::RunError;
 use crate::pending_file::Expected;
@@ -113,11 +113,14 @@ pub fn limits(recipe: &Recipe) -> Limits {
 
 /// Batches of prompts that may be sampled for one step.
 #[must_use]
-pub fn max_batches(algorithm: &Algorithm) -> usize {
-    match algorithm {
-        Algorithm::Dapo(dapo) => dapo.dynamic_sampling.as_ref().map_or(1, |sampling| sampling.max_batches),
-        Algorithm::Grpo(_) => 1,
-    }
+pub fn max_batches(recipe: &Recipe) -> usize {
+    recipe.objective.dynamic_sampling(&recipe.algorithm).map_or(1, |sampling| sampling.max_batches)
+}
+
+/// What the recipe's trainer optimises.
+#[must_use]
+pub fn objective(recipe: &Recipe) -> Objective {
+    Objective::new(&recipe.algorithm, &recipe.objective, recipe.rollout.max_new_tokens)
 }
 
 /// How the recipe's rollouts are sampled.
@@ -195,7 +198,7 @@ pub fn check_sizes(recipe: &Recipe, model: &ModelConfig, task: &TaskParts) -> Re
 
     let dims: Option<RouteDims> = config.capture_routes.then(|| model.route_dims());
     let frame_bytes = max_frame_bytes(rollout.0 + rollout.1, dims);
-    let n_frames = recipe.rollout.groups * recipe.rollout.group_size * max_batches(&recipe.algorithm);
+    let n_frames = recipe.rollout.groups * recipe.rollout.group_size * max_batches(recipe);
     let needed_bytes = ring_bytes(frame_bytes, n_frames);
     if recipe.ring.bytes.0 < needed_bytes {
         return Err(RunError::RingTooSmall { ring_bytes: recipe.ring.bytes.0, needed_bytes });

@@ -3,7 +3,8 @@
 use std::fmt;
 use std::path::Path;
 
-use crate::learning::{Algorithm, Overlong, Sft, Train};
+use crate::check_objective::{check_algorithm, check_objective};
+use crate::learning::{Sft, Train};
 use crate::numerics::Numerics;
 use crate::recipe::{Recipe, SftRecipe};
 use crate::rollout::{Dtype, Engine, Rollout};
@@ -27,6 +28,8 @@ pub enum Limit {
     PositiveShare,
     /// From 0 to below 1.
     BelowOne,
+    /// Above 1.
+    AboveOne,
 }
 
 impl Limit {
@@ -45,6 +48,7 @@ impl Limit {
             Self::Share => (0.0..=1.0).contains(&value),
             Self::PositiveShare => value > 0.0 && value <= 1.0,
             Self::BelowOne => (0.0..1.0).contains(&value),
+            Self::AboveOne => single > 1.0 && single.is_finite(),
         }
     }
 }
@@ -76,6 +80,7 @@ impl fmt::Display for Bound {
             Limit::Share => f.write_str("from 0 to 1"),
             Limit::PositiveShare => f.write_str("above 0 and at most 1"),
             Limit::BelowOne => f.write_str("at least 0 and below 1"),
+            Limit::AboveOne => f.write_str("above 1"),
         }
     }
 }
@@ -145,8 +150,10 @@ pub enum Rule {
         whole: f64,
     },
     /// The punishment grows over more tokens than there are.
-    #[error("`algorithm.dapo.overlong.cache_tokens` is {cache_tokens}, but `max_tokens` is {max_tokens}")]
+    #[error("`{path}` is {cache_tokens}, but `max_tokens` is {max_tokens}")]
     OverlongCacheTooLong {
+        /// Dotted path of the key.
+        path: &'static str,
         /// Where the punishment is whole.
         max_tokens: usize,
         /// Tokens over which it grows.
@@ -157,11 +164,27 @@ pub enum Rule {
         "overlong punishment begins after {free_tokens} tokens, but a completion has at most {max_new_tokens}"
     )]
     OverlongOutOfReach {
+        /// Dotted path of `max_tokens`.
+        path: &'static str,
         /// `max_tokens - cache_tokens`.
         free_tokens: usize,
         /// `rollout.max_new_tokens`.
         max_new_tokens: usize,
     },
+    /// A block at both of the places that may hold it.
+    #[error("`algorithm.dapo.{key}` and `objective.{key}` are both written")]
+    TwoPlaces {
+        /// Last part of both keys.
+        key: &'static str,
+        /// Dotted path of the second one.
+        path: &'static str,
+    },
+    /// A horizon, and nothing that is divided by it.
+    #[error("`objective.horizon` is what `aggregation: sequence_sum` divides by, and nothing else reads it")]
+    UnusedHorizon,
+    /// A bound on clipped losses, and no clipped loss.
+    #[error("`objective.dual_clip` bounds a clipped surrogate, but CISPO clips the weight instead")]
+    DualClipOfCispo,
     /// Nothing would be left to train on.
     #[error("`task.arithmetic.held_out` is {held_out}, but {digits}-digit operands make only {pairs} pairs")]
     NothingToTrainOn {
@@ -214,8 +237,11 @@ impl Rule {
             Self::OverSampledBatch { .. } => ["rollout.over_sampling_groups", "rollout.groups"],
             Self::OverSampledStaleness { .. } => ["train.max_staleness", "rollout.over_sampling_groups"],
             Self::ExactAcrossDtypes { .. } => ["numerics", "rollout.dtype"],
-            Self::OverlongCacheTooLong { .. } => ["algorithm.dapo.overlong.cache_tokens"; 2],
-            Self::OverlongOutOfReach { .. } => ["algorithm.dapo.overlong.max_tokens"; 2],
+            Self::OverlongCacheTooLong { path, .. }
+            | Self::OverlongOutOfReach { path, .. }
+            | Self::TwoPlaces { path, .. } => [path; 2],
+            Self::UnusedHorizon => ["objective.horizon"; 2],
+            Self::DualClipOfCispo => ["objective.dual_clip"; 2],
             Self::NothingToTrainOn { .. } => ["task.arithmetic.held_out", "task.arithmetic.digits"],
             Self::TooFewHeldOut { path, .. } => [path, "task"],
             Self::TwoEvaluations => ["task.jsonl.held_out"; 2],
@@ -253,6 +279,11 @@ impl Rule {
             Self::OverlongOutOfReach { max_new_tokens, .. } => {
                 format!("set `max_tokens` to {max_new_tokens}, or remove `overlong`")
             }
+            Self::TwoPlaces { path, .. } => format!("remove `{path}`"),
+            Self::UnusedHorizon => "set `objective.aggregation: sequence_sum`, or remove `horizon`".into(),
+            Self::DualClipOfCispo => {
+                "remove `dual_clip`; `algorithm.cispo.clip_high` is the bound of CISPO".into()
+            }
             Self::NothingToTrainOn { pairs, .. } => {
                 format!("set `held_out` below {pairs}, or `digits` higher")
             }
@@ -275,13 +306,15 @@ impl Recipe {
     /// # Errors
     /// The first rule that is broken.
     pub fn check(&self) -> Result<(), Rule> {
-        let Self { model, task, rollout, engine, algorithm, numerics, train, ring, eval, run, .. } = self;
+        let Self { model, task, rollout, engine, algorithm, objective, .. } = self;
+        let Self { numerics, train, ring, eval, run, .. } = self;
         filled("model.path", &model.path)?;
         filled("run.out", &run.out)?;
         check_task(task)?;
         check_rollout(rollout)?;
         check_engine(engine)?;
         check_algorithm(algorithm, rollout.max_new_tokens)?;
+        check_objective(objective, algorithm, rollout.max_new_tokens)?;
         check_train(train)?;
         if !rollout.groups.is_multiple_of(train.mini_steps) {
             return Err(Rule::UnevenMiniSteps { groups: rollout.groups, mini_steps: train.mini_steps });
@@ -403,38 +436,6 @@ fn check_engine(engine: &Engine) -> Result<(), Rule> {
     within("engine.max_running", engine.max_running, Limit::Count(1), "128")
 }
 
-fn check_algorithm(algorithm: &Algorithm, max_new_tokens: usize) -> Result<(), Rule> {
-    let dapo = match algorithm {
-        Algorithm::Grpo(grpo) => {
-            return within("algorithm.grpo.clip", grpo.clip, Limit::PositiveShare, "0.2");
-        }
-        Algorithm::Dapo(dapo) => dapo,
-    };
-    within("algorithm.dapo.clip_low", dapo.clip_low, Limit::PositiveShare, "0.2")?;
-    within("algorithm.dapo.clip_high", dapo.clip_high, Limit::Positive, "0.28")?;
-    if let Some(sampling) = &dapo.dynamic_sampling {
-        within("algorithm.dapo.dynamic_sampling.max_batches", sampling.max_batches, Limit::Count(1), "10")?;
-    }
-    match &dapo.overlong {
-        Some(overlong) => check_overlong(overlong, max_new_tokens),
-        None => Ok(()),
-    }
-}
-
-fn check_overlong(overlong: &Overlong, max_new_tokens: usize) -> Result<(), Rule> {
-    let &Overlong { max_tokens, cache_tokens, factor } = overlong;
-    within("algorithm.dapo.overlong.max_tokens", max_tokens, Limit::Count(1), "20480")?;
-    within("algorithm.dapo.overlong.cache_tokens", cache_tokens, Limit::Count(1), "4096")?;
-    within("algorithm.dapo.overlong.factor", factor, Limit::NotNegative, "1.0")?;
-    let Some(free_tokens) = max_tokens.checked_sub(cache_tokens) else {
-        return Err(Rule::OverlongCacheTooLong { max_tokens, cache_tokens });
-    };
-    if free_tokens >= max_new_tokens {
-        return Err(Rule::OverlongOutOfReach { free_tokens, max_new_tokens });
-    }
-    Ok(())
-}
-
 fn check_train(train: &Train) -> Result<(), Rule> {
     within("train.lr", train.lr, Limit::Positive, "1e-6")?;
     within("train.betas", train.betas[0], Limit::BelowOne, "[0.9, 0.999]")?;
@@ -459,7 +460,12 @@ fn check_sft(sft: &Sft) -> Result<(), Rule> {
     within("sft.max_new_tokens", sft.max_new_tokens, Limit::Count(1), "16")
 }
 
-fn within(path: &'static str, value: impl Number, limit: Limit, usual: &'static str) -> Result<(), Rule> {
+pub(crate) fn within(
+    path: &'static str,
+    value: impl Number,
+    limit: Limit,
+    usual: &'static str,
+) -> Result<(), Rule> {
     let value = value.to_f64();
     if limit.holds(value) { Ok(()) } else { Err(Rule::OutOfRange(Bound { path, value, limit, usual })) }
 }
@@ -473,7 +479,7 @@ fn filled(path: &'static str, text: &(impl AsRef<Path> + ?Sized)) -> Result<(), 
 }
 
 /// A number of a recipe, for comparison with a limit that f64 holds exactly.
-trait Number {
+pub(crate) trait Number {
     fn to_f64(self) -> f64;
 }
 

@@ -290,7 +290,7 @@ fn not_yet(path: &str, word: &str) -> String {
 }
 
 /// What peers call things, as the last part of a key, and r3's path for it.
-const PEER_KEYS: [(&str, &str); 16] = [
+const PEER_KEYS: [(&str, &str); 19] = [
     ("batch_size", "rollout.groups"),
     ("train_batch_size", "rollout.groups"),
     ("n", "rollout.group_size"),
@@ -304,6 +304,9 @@ const PEER_KEYS: [(&str, &str); 16] = [
     ("max_grad_norm", "train.grad_clip"),
     ("filter_groups", "algorithm.dapo.dynamic_sampling"),
     ("overlong_buffer", "algorithm.dapo.overlong"),
+    ("clip_ratio_c", "objective.dual_clip"),
+    ("loss_agg_mode", "objective.aggregation"),
+    ("mask_truncated_completions", "objective.truncated"),
     ("clip_ratio_low", "algorithm.dapo.clip_low"),
     ("clip_ratio_high", "algorithm.dapo.clip_high"),
     ("enable_return_routed_experts", "router_replay.mode"),

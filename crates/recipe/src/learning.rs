@@ -1,88 +1,9 @@
-//! How the policy learns: the objective, the optimiser, and the supervised warm start.
+//! How the policy learns: the optimiser, and the supervised warm start.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::rollout::Dtype;
-
-/// The objective, in YAML `dapo: { clip_low: 0.2, clip_high: 0.28 }`.
-///
-/// Both take the advantage from the group: `A = (R - mean) / (std + 1e-6)`, with `std` over `G - 1`, and exactly 0
-/// when all rewards are equal. Both minimise `-min(r A, clip(r) A)` with `r = exp(policy - rollout)`; they differ
-/// in the clip and in how tokens are averaged.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case", deny_unknown_fields)]
-pub enum Algorithm {
-    /// Symmetric clip; mean over a completion's tokens, then over completions (DeepSeekMath, arXiv 2402.03300).
-    Grpo(Grpo),
-    /// Wider upper clip; mean over all tokens of the optimiser step (DAPO, arXiv 2503.14476).
-    Dapo(Dapo),
-}
-
-/// Knobs of GRPO.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct Grpo {
-    /// The ratio is clipped to `1 - clip ..= 1 + clip`; between 0 and 1.
-    pub clip: f64,
-    /// Divides the advantage by the group's standard deviation; off is Dr. GRPO's (arXiv 2503.20783) `R - mean`.
-    pub std_normalise: bool,
-}
-
-impl Default for Grpo {
-    fn default() -> Self {
-        Self { clip: 0.2, std_normalise: true }
-    }
-}
-
-/// Knobs of DAPO.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct Dapo {
-    /// The ratio is clipped from below at `1 - clip_low`; between 0 and 1.
-    pub clip_low: f64,
-    /// The ratio is clipped from above at `1 + clip_high`; above 0.
-    pub clip_high: f64,
-    /// Leaves out groups whose rewards are all equal, and samples more prompts in their place; off by default.
-    pub dynamic_sampling: Option<DynamicSampling>,
-    /// Lowers the reward of completions near the length limit; off by default.
-    pub overlong: Option<Overlong>,
-}
-
-impl Default for Dapo {
-    fn default() -> Self {
-        Self { clip_low: 0.2, clip_high: 0.28, dynamic_sampling: None, overlong: None }
-    }
-}
-
-/// DAPO's dynamic sampling, bounded.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct DynamicSampling {
-    /// Batches of `rollout.groups` prompts sampled at most for one batch to train on, the first included: 1 only
-    /// leaves groups out. When they are used up, the step trains on the groups there are.
-    pub max_batches: usize,
-}
-
-impl Default for DynamicSampling {
-    fn default() -> Self {
-        Self { max_batches: 10 }
-    }
-}
-
-/// DAPO's soft overlong punishment, added to the reward of a completion of `n` tokens:
-/// `-factor * clamp((n - (max_tokens - cache_tokens)) / cache_tokens, 0, 1)`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub struct Overlong {
-    /// Length at which the whole punishment is reached (`L_max`; the paper's is 20480).
-    pub max_tokens: usize,
-    /// Tokens before that over which it grows (`L_cache`; the paper's is 4096).
-    pub cache_tokens: usize,
-    /// The whole punishment.
-    #[serde(default = "one")]
-    pub factor: f64,
-}
 
 fn one() -> f64 {
     1.0

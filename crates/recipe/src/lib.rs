@@ -4,11 +4,14 @@
 //! is loaded. Start with [`recipe::Recipe`]; its sections are plain structs, to be passed down by reference. Enums
 //! are externally tagged, so that a variant carries its own knobs and an error keeps its line and column.
 
+pub mod algorithm;
 pub mod bytes;
 pub mod check;
+mod check_objective;
 pub mod error;
 pub mod learning;
 pub mod numerics;
+pub mod objective;
 pub mod place;
 mod reader;
 pub mod recipe;

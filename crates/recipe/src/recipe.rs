@@ -10,10 +10,12 @@ use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::algorithm::Algorithm;
 use crate::check::Rule;
 use crate::error::{Problem, RecipeError};
-use crate::learning::{Algorithm, Sft, Train};
+use crate::learning::{Sft, Train};
 use crate::numerics::Numerics;
+use crate::objective::ObjectiveTerms;
 use crate::place::{Place, Source, Spot};
 use crate::reader;
 use crate::reference;
@@ -47,8 +49,11 @@ pub struct Recipe {
     /// Orders of sums; by default `exact` if `rollout.dtype` is `train.dtype`, else `fast`.
     #[serde(default)]
     pub numerics: Option<Numerics>,
-    /// The objective.
+    /// Advantage, ratio, surrogate and mean.
     pub algorithm: Algorithm,
+    /// What is added to them, or taken in their place.
+    #[serde(default)]
+    pub objective: ObjectiveTerms,
     /// The optimiser and its batches.
     #[serde(default)]
     pub train: Train,

@@ -3,9 +3,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use r3_recipe::algorithm::{Algorithm, Dapo, DynamicSampling, Grpo};
 use r3_recipe::bytes::Bytes;
 use r3_recipe::error::RecipeError;
-use r3_recipe::learning::{Algorithm, Dapo, DynamicSampling, Grpo, Train};
+use r3_recipe::learning::Train;
 use r3_recipe::numerics::Numerics;
 use r3_recipe::recipe::{Recipe, SftRecipe};
 use r3_recipe::reference;
@@ -151,6 +152,27 @@ fn overrides_alone_can_be_a_recipe() {
         "run={steps: 1, out: o}",
     ];
     assert_eq!(load("", &overrides), parse(SHORT));
+}
+
+#[test]
+fn every_algorithm_can_be_written_with_its_defaults() {
+    for name in ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus"] {
+        let recipe = load(SHORT, &[&format!("algorithm={{{name}: {{}}}}")]);
+        assert_eq!(parse(&recipe.to_yaml()), recipe, "{name}");
+    }
+}
+
+#[test]
+fn dynamic_sampling_and_overlong_are_found_at_either_place() {
+    let at = |prefix: &str| {
+        let overlong = format!("{prefix}.overlong={{max_tokens: 16, cache_tokens: 4}}");
+        load(FULL, &[&format!("{prefix}.dynamic_sampling={{max_batches: 3}}"), &overlong])
+    };
+    for recipe in [at("algorithm.dapo"), at("objective")] {
+        let (algorithm, objective) = (&recipe.algorithm, &recipe.objective);
+        assert_eq!(objective.dynamic_sampling(algorithm), Some(&DynamicSampling { max_batches: 3 }));
+        assert_eq!(objective.overlong(algorithm).map(|overlong| overlong.max_tokens), Some(16));
+    }
 }
 
 #[test]

@@ -226,6 +226,17 @@ const BEYOND: &[&str] = &[
     "algorithm.dapo.overlong={max_tokens: 8, cache_tokens: 0}",
     "algorithm.dapo.overlong={max_tokens: 8, cache_tokens: 4, factor: -1}",
     "algorithm={grpo: {clip: 0}}",
+    "algorithm={dr_grpo: {clip: 0}}",
+    "algorithm={gspo: {clip_low: 0}}",
+    "algorithm={gspo: {clip_high: 0}}",
+    "algorithm={cispo: {clip_low: 2}}",
+    "algorithm={cispo: {clip_high: 0}}",
+    "algorithm={rloo: {clip: 2}}",
+    "algorithm={reinforce_plus_plus: {clip: 2}}",
+    "objective.horizon=0",
+    "objective.dual_clip=1",
+    "objective.dynamic_sampling={max_batches: 0}",
+    "objective.overlong={max_tokens: 0, cache_tokens: 0}",
     "train.lr=0",
     "train.betas=[1, 0.9]",
     "train.betas=[0.9, -0.1]",
@@ -328,6 +339,38 @@ fn the_best_checkpoints_need_an_evaluation_each() {
 }
 
 #[test]
+fn what_an_algorithm_cannot_take_is_refused() {
+    assert_snapshot!(set(&["objective.dual_clip=3", "algorithm={cispo: {}}"]), @"
+    error: `objective.dual_clip` bounds a clipped surrogate, but CISPO clips the weight instead
+     --> --set:1:21
+      |
+    1 | objective.dual_clip=3
+      |                     ^
+
+    hint: remove `dual_clip`; `algorithm.cispo.clip_high` is the bound of CISPO
+    ");
+    assert_snapshot!(set(&["objective.horizon=8"]), @"
+    error: `objective.horizon` is what `aggregation: sequence_sum` divides by, and nothing else reads it
+     --> --set:1:19
+      |
+    1 | objective.horizon=8
+      |                   ^
+
+    hint: set `objective.aggregation: sequence_sum`, or remove `horizon`
+    ");
+    let twice = ["algorithm.dapo.dynamic_sampling={}", "objective={dynamic_sampling: {}}"];
+    assert_snapshot!(set(&twice), @"
+    error: `algorithm.dapo.dynamic_sampling` and `objective.dynamic_sampling` are both written
+     --> --set:1:12
+      |
+    1 | objective={dynamic_sampling: {}}
+      |            ^^^^^^^^^^^^^^^^
+
+    hint: remove `objective.dynamic_sampling`
+    ");
+}
+
+#[test]
 fn two_sources_of_evaluation_are_refused() {
     assert_snapshot!(with("arithmetic: { digits: 2 }", "jsonl: { train: a, eval: b, held_out: 5 }"), @"
     error: `task.jsonl` has both `eval` and `held_out`
@@ -413,7 +456,7 @@ fn an_override_that_breaks_a_rule_is_shown() {
 #[test]
 fn an_override_of_another_variant_is_refused() {
     assert_snapshot!(set(&["algorithm.grpo.clip=0.1"]), @"
-    error: `algorithm` must hold one of `grpo`, `dapo`, but holds `dapo`, `grpo`
+    error: `algorithm` must hold one of `grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce_plus_plus`, but holds `dapo`, `grpo`
      --> --set:1:1
       |
     1 | algorithm.grpo.clip=0.1

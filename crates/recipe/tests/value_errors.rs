@@ -28,7 +28,7 @@ fn an_unknown_key_of_the_root_is_pointed_at() {
     5 | trian:
       | ^^^^^
 
-    hint: did you mean `train`? a recipe takes `model`, `task`, `rollout`, `engine`, `router_replay`, `numerics`, `algorithm`, `train`, `refit`, `ring`, `eval`, `metrics`, `run`
+    hint: did you mean `train`? a recipe takes `model`, `task`, `rollout`, `engine`, `router_replay`, `numerics`, `algorithm`, `objective`, `train`, `refit`, `ring`, `eval`, `metrics`, `run`
     ");
 }
 
@@ -359,11 +359,11 @@ fn an_unknown_word_names_the_nearest() {
 
 #[test]
 fn an_unknown_variant_names_those_there_are() {
-    assert_snapshot!(with("dapo: { clip_low: 0.2, clip_high: 0.28 }", "gspo: {}"), @"
-    error: `algorithm` must be one of `grpo`, `dapo`, not `gspo`
+    assert_snapshot!(with("dapo: { clip_low: 0.2, clip_high: 0.28 }", "gppo: {}"), @"
+    error: `algorithm` must be one of `grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce_plus_plus`, not `gppo`
      --> x.yaml:4:14
       |
-    4 | algorithm: { gspo: {} }
+    4 | algorithm: { gppo: {} }
       |              ^^^^
 
     hint: did you mean `grpo`?
@@ -373,7 +373,7 @@ fn an_unknown_variant_names_those_there_are() {
 #[test]
 fn two_variants_are_one_too_many() {
     assert_snapshot!(with("algorithm: {", "algorithm: { grpo: {},"), @"
-    error: `algorithm` must hold one of `grpo`, `dapo`, but holds `grpo`, `dapo`
+    error: `algorithm` must hold one of `grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce_plus_plus`, but holds `grpo`, `dapo`
      --> x.yaml:4:24
       |
     4 | algorithm: { grpo: {}, dapo: { clip_low: 0.2, clip_high: 0.28 } }

@@ -5,14 +5,15 @@
 use std::ops::Range;
 
 use r3_core::ids::{GroupId, PolicyVersion};
-use r3_core::rollout::{Reward, RolloutView};
+use r3_core::rollout::{FinishReason, Reward, RolloutView};
 use r3_core::routes::RouteDims;
-use r3_recipe::learning::Algorithm;
+use r3_recipe::objective::Truncated;
 
-use crate::advantage::{Signal, advantages, signal};
+use crate::advantage::{Signal, signal};
 use crate::batch_stats::{BatchCounter, BatchStats, overlong};
 use crate::contract::{ordered_samples, refuse_repeated_groups};
 use crate::error::TrainError;
+use crate::loss::aggregation::StepCounts;
 use crate::objective::Objective;
 
 /// What the trainer does with the routes of a rollout.
@@ -73,7 +74,9 @@ pub struct Sequence<'a> {
     /// The rollout and its mask.
     pub sample: Sample<'a>,
     /// Its advantage, finite.
-    pub advantage: f32,
+    pub advantage: f64,
+    /// Weight of each of its trained tokens in the loss.
+    pub weight: f64,
     /// Tokens trained on, at least 1.
     pub n_trained: usize,
 }
@@ -91,10 +94,8 @@ impl Sequence<'_> {
 pub struct MiniStep {
     /// Ranges of [`Batch::sequences`], in order.
     pub micro_batches: Vec<Range<usize>>,
-    /// Tokens trained on.
-    pub n_trained: usize,
-    /// Rollouts trained on.
-    pub n_sequences: usize,
+    /// What it trains on.
+    pub counts: StepCounts,
 }
 
 /// One packed training batch.
@@ -107,7 +108,7 @@ pub struct Batch<'a> {
 }
 
 impl<'a> Batch<'a> {
-    /// Packs complete groups for training.
+    /// Packs complete groups for training on `objective`.
     ///
     /// Sequences are ordered by (group, index), so the order of arrival never matters. Groups without signal
     /// are left out, of denominators too, and counted: they have no gradient, and DAPO's dynamic sampling
@@ -119,8 +120,7 @@ impl<'a> Batch<'a> {
     /// # Errors
     /// If a rollout breaks its contract, came twice, or lacks routes that `limits.routes` needs; group and
     /// index are named.
-    pub fn pack(groups: &[Group<'a>], algorithm: &Algorithm, limits: Limits) -> Result<Self, TrainError> {
-        let objective = &Objective::from(algorithm);
+    pub fn pack(groups: &[Group<'a>], objective: &Objective, limits: Limits) -> Result<Self, TrainError> {
         let routes = limits.routes;
         refuse_repeated_groups(groups)?;
         let mut order: Vec<&Group<'a>> = groups.iter().collect();
@@ -136,6 +136,9 @@ impl<'a> Batch<'a> {
                 (Signal::TooFew | Signal::Mixed, _) => counter.stats.n_groups_too_few += 1,
             }
         }
+        leave_out_equal_batch(&mut kept, objective, &mut counter.stats);
+        let all = kept.iter_mut().flatten();
+        objective.estimator.whiten(all.map(|sequence| (&mut sequence.advantage, sequence.n_trained)));
         let mut batch =
             Self { sequences: Vec::new(), mini_steps: Vec::new(), routes, stats: counter.finish() };
         batch.cut(kept, limits);
@@ -217,16 +220,16 @@ impl<'a> Batch<'a> {
             let n_here = n_groups / n_steps + usize::from(step < n_groups % n_steps);
             self.sequences.extend(groups.by_ref().take(n_here).flatten());
             let sequences = &self.sequences[start..];
-            let n_trained = sequences.iter().map(|sequence| sequence.n_trained).sum();
-            self.stats.n_trained += n_trained;
+            let counts = StepCounts {
+                n_tokens: sequences.iter().map(|sequence| sequence.n_trained).sum(),
+                n_sequences: sequences.len(),
+                n_prompts: n_here,
+            };
+            self.stats.n_trained += counts.n_tokens;
             self.stats.n_inputs += sequences.iter().map(Sequence::n_inputs).sum::<usize>();
             let inputs = sequences.iter().map(Sequence::n_inputs);
             let micro_batches = micro_batches(start, inputs, limits.micro_batch_tokens);
-            self.mini_steps.push(MiniStep {
-                micro_batches,
-                n_trained,
-                n_sequences: self.sequences.len() - start,
-            });
+            self.mini_steps.push(MiniStep { micro_batches, counts });
         }
     }
 }
@@ -258,7 +261,11 @@ pub(crate) fn micro_batches(
 /// The sequences of one group that are worth a forward, with their advantages.
 fn weigh<'a>(samples: &[Sample<'a>], objective: &Objective) -> (Signal, Vec<Sequence<'a>>) {
     let task: Vec<_> = samples.iter().map(|sample| sample.reward.score().map(f64::from)).collect();
-    let judged = signal(&task);
+    let judged = match signal(&task) {
+        // Compared with the whole batch, a reward needs no other in its group.
+        _ if !objective.estimator.compares_within_groups() => Signal::Mixed,
+        judged => judged,
+    };
     if judged != Signal::Mixed {
         return (judged, Vec::new());
     }
@@ -267,32 +274,52 @@ fn weigh<'a>(samples: &[Sample<'a>], objective: &Objective) -> (Signal, Vec<Sequ
         .zip(&task)
         .map(|(sample, reward)| reward.map(|reward| reward + overlong(sample, objective)))
         .collect();
-    let group = advantages(&shaped, objective.normalise_std);
-    let sequences = samples.iter().zip(group.advantages).filter_map(|(sample, advantage)| {
-        let n_trained = sample.n_trained();
-        let advantage = advantage? as f32;
-        (n_trained > 0).then_some(Sequence { sample: *sample, advantage, n_trained })
-    });
-    (group.signal, sequences.collect())
+    let group = objective.estimator.advantages(&shaped);
+    let mut sequences: Vec<_> = samples
+        .iter()
+        .zip(group.advantages)
+        .filter(|(sample, _)| !is_left_out(sample, objective))
+        .filter_map(|(sample, advantage)| {
+            let n_trained = sample.n_trained();
+            let advantage = advantage?;
+            (n_trained > 0).then_some(Sequence { sample: *sample, advantage, weight: 0.0, n_trained })
+        })
+        .collect();
+    let n_prompt = sequences.iter().map(|sequence| sequence.n_trained).sum();
+    for sequence in &mut sequences {
+        sequence.weight = objective.aggregation.weight(sequence.n_trained, n_prompt);
+    }
+    (judged, sequences)
+}
+
+/// Whether a sample was cut off, and the recipe does not train on such.
+pub(crate) fn is_left_out(sample: &Sample<'_>, objective: &Objective) -> bool {
+    objective.truncated == Truncated::Mask && sample.rollout.finish == FinishReason::Length
+}
+
+/// Compared with one another over the batch, advantages that are all equal teach as little as those of one group.
+fn leave_out_equal_batch(kept: &mut Vec<Vec<Sequence<'_>>>, objective: &Objective, stats: &mut BatchStats) {
+    let advantages: Vec<_> = kept.iter().flatten().map(|sequence| Some(sequence.advantage)).collect();
+    if !objective.estimator.compares_within_groups() && signal(&advantages) != Signal::Mixed {
+        stats.n_groups_equal += kept.len();
+        kept.clear();
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::{Just, Strategy, prop, prop_assert_eq, proptest};
-    use r3_recipe::learning::{Dapo, Grpo, Overlong};
+    use r3_recipe::algorithm::Overlong;
 
     use super::*;
-    use crate::fixtures::{OwnedRollout, with_groups};
+    use crate::advantage::Estimator;
+    use crate::fixtures::{OwnedRollout, dapo, grpo, with_groups};
     use crate::micro_batch::MicroBatch;
 
     const DIMS: RouteDims = RouteDims { n_layers: 2, top_k: 2, n_experts: 5 };
 
     fn limits(mini_steps: usize, micro_batch_tokens: usize, routes: RoutesUse) -> Limits {
         Limits { mini_steps, micro_batch_tokens, routes }
-    }
-
-    fn dapo() -> Algorithm {
-        Algorithm::Dapo(Dapo::default())
     }
 
     fn packed<R>(rollouts: &[OwnedRollout], limits: Limits, inspect: impl FnOnce(Batch<'_>) -> R) -> R {
@@ -324,7 +351,10 @@ mod tests {
         packed(&three_groups(), limits(1, 100, RoutesUse::None), |batch| {
             assert_eq!(order(&batch), [(1, 0), (1, 1), (3, 0), (3, 2)]);
             let [mini] = batch.mini_steps() else { panic!("one mini-step") };
-            assert_eq!((mini.n_trained, mini.n_sequences), (3 + 2 + 1 + 2, 4));
+            assert_eq!(
+                (mini.counts.n_tokens, mini.counts.n_sequences, mini.counts.n_prompts),
+                (3 + 2 + 1 + 2, 4, 2)
+            );
             let stats = batch.stats();
             assert_eq!((stats.n_groups, stats.n_groups_equal, stats.n_groups_too_few), (3, 1, 0));
             assert_eq!((stats.n_rollouts, stats.n_rewards_failed), (7, 1));
@@ -342,7 +372,7 @@ mod tests {
             .collect();
         let sizes = |mini_steps| {
             packed(&rollouts, limits(mini_steps, 100, RoutesUse::None), |batch| {
-                batch.mini_steps().iter().map(|mini| mini.n_sequences / 2).collect::<Vec<_>>()
+                batch.mini_steps().iter().map(|mini| mini.counts.n_sequences / 2).collect::<Vec<_>>()
             })
         };
         assert_eq!(sizes(2), [3, 2]);
@@ -360,16 +390,16 @@ mod tests {
     #[test]
     fn the_overlong_punishment_moves_advantages_but_not_signal() {
         let overlong = Overlong { max_tokens: 4, cache_tokens: 2, factor: 1.0 };
-        let algorithm = Algorithm::Dapo(Dapo { overlong: Some(overlong), ..Dapo::default() });
+        let objective = Objective { overlong: Some(overlong), ..dapo() };
         let pair = |group, rewards: [f32; 2]| {
             [OwnedRollout::new(group, 0, (1, 4), rewards[0]), OwnedRollout::new(group, 1, (1, 2), rewards[1])]
         };
         // Group 0: shaped rewards are -1 and 1, a difference of 2. Group 1: equal before shaping, so left
         // out.
         with_groups(&[pair(0, [0.0, 1.0]), pair(1, [1.0, 1.0])].concat(), |groups| {
-            let batch = Batch::pack(groups, &algorithm, limits(1, 100, RoutesUse::None)).unwrap();
+            let batch = Batch::pack(groups, &objective, limits(1, 100, RoutesUse::None)).unwrap();
             assert_eq!(order(&batch), [(0, 0), (0, 1)]);
-            assert!((batch.sequences()[1].advantage - 1.0 / 2.0_f32.sqrt()).abs() < 1e-5);
+            assert!((batch.sequences()[1].advantage - 1.0 / 2.0_f64.sqrt()).abs() < 1e-5);
             assert_eq!(batch.stats().overlong_mean, -0.5);
         });
     }
@@ -377,9 +407,9 @@ mod tests {
     #[test]
     fn dr_grpo_keeps_the_scale_of_rewards() {
         let rollouts = [OwnedRollout::new(0, 0, (1, 1), 10.0), OwnedRollout::new(0, 1, (1, 1), 0.0)];
-        let algorithm = Algorithm::Grpo(Grpo { std_normalise: false, ..Grpo::default() });
+        let objective = Objective { estimator: Estimator::Group { normalise_std: false }, ..grpo() };
         with_groups(&rollouts, |groups| {
-            let batch = Batch::pack(groups, &algorithm, limits(1, 100, RoutesUse::None)).unwrap();
+            let batch = Batch::pack(groups, &objective, limits(1, 100, RoutesUse::None)).unwrap();
             assert_eq!(batch.sequences().iter().map(|s| s.advantage).collect::<Vec<_>>(), [5.0, -5.0]);
         });
     }
@@ -452,8 +482,11 @@ mod tests {
                 micro_batches.push(micro);
             }
             let sequences = &batch.sequences()[start..next];
-            assert_eq!(mini.n_sequences, sequences.len());
-            assert_eq!(mini.n_trained, sequences.iter().map(|sequence| sequence.n_trained).sum::<usize>());
+            assert_eq!(mini.counts.n_sequences, sequences.len());
+            assert_eq!(
+                mini.counts.n_tokens,
+                sequences.iter().map(|sequence| sequence.n_trained).sum::<usize>()
+            );
         }
         assert_eq!(next, batch.sequences().len());
         micro_batches
@@ -475,8 +508,8 @@ mod tests {
         };
         let logprobs: Vec<f32> = rollouts().flat_map(|r| r.rollout_logprobs).copied().collect();
         assert_eq!(trained(&micro.rollout_logprobs), logprobs);
-        let inverse: f32 = trained(&micro.inverse_lengths).iter().sum();
-        assert!((inverse - sequences.len() as f32).abs() < 1e-4, "the weights of a sequence sum to 1");
+        let weights: Vec<_> = sequences.iter().flat_map(|one| vec![one.weight; one.n_inputs()]).collect();
+        assert_eq!(micro.weights, weights);
         let mut at = 0;
         for layer in 0..DIMS.n_layers {
             for view in rollouts().map(|rollout| rollout.routes.unwrap()) {

@@ -2,7 +2,7 @@
 
 use r3_core::rollout::{FinishReason, Reward};
 
-use crate::batch::Sample;
+use crate::batch::{Sample, is_left_out};
 use crate::objective::Objective;
 use crate::overlong::punishment;
 
@@ -29,6 +29,8 @@ pub struct BatchStats {
     pub response_length_mean: f64,
     /// Most sampled tokens of a rollout.
     pub response_length_max: usize,
+    /// Rollouts that are not trained on since they were cut off.
+    pub n_truncated_masked: usize,
     /// Share of rollouts that were cut off by their token limit.
     pub response_length_clip_ratio: f64,
     /// Tokens that will be fed to the model.
@@ -60,6 +62,7 @@ impl BatchCounter {
             self.stats.n_rollouts += 1;
             self.stats.n_rewards_failed += usize::from(sample.reward == Reward::Failed);
             self.stats.response_length_max = self.stats.response_length_max.max(n_sampled);
+            self.stats.n_truncated_masked += usize::from(is_left_out(sample, objective));
             self.rewards.extend(sample.reward.score().map(f64::from));
             self.n_cut_off += usize::from(sample.rollout.finish == FinishReason::Length);
             self.n_sampled += n_sampled;
@@ -86,20 +89,21 @@ impl BatchCounter {
 
 #[cfg(test)]
 mod tests {
-    use r3_recipe::learning::{Algorithm, Dapo, Overlong};
+    use r3_recipe::algorithm::Overlong;
 
     use crate::batch::{Batch, Limits, RoutesUse};
-    use crate::fixtures::{OwnedRollout, with_groups};
+    use crate::fixtures::{OwnedRollout, dapo, with_groups};
+    use crate::objective::Objective;
 
     #[test]
     fn given_tokens_count_neither_as_length_nor_as_overlong() {
         let mut rollouts = [OwnedRollout::new(1, 0, (2, 6), 1.0), OwnedRollout::new(1, 1, (2, 4), 0.0)];
         rollouts[0].mask = Some(vec![1, 0, 0, 0, 1, 1]);
         let overlong = Some(Overlong { max_tokens: 4, cache_tokens: 2, factor: 1.0 });
-        let algorithm = Algorithm::Dapo(Dapo { overlong, ..Dapo::default() });
+        let objective = Objective { overlong, ..dapo() };
         let limits = Limits { mini_steps: 1, micro_batch_tokens: 100, routes: RoutesUse::None };
         with_groups(&rollouts, |groups| {
-            let batch = Batch::pack(groups, &algorithm, limits).unwrap();
+            let batch = Batch::pack(groups, &objective, limits).unwrap();
             let stats = batch.stats();
             assert_eq!((stats.response_length_mean, stats.response_length_max), (3.5, 4));
             assert_eq!(stats.overlong_mean, -(0.5 + 1.0) / 2.0);

@@ -70,17 +70,16 @@ mod tests {
     use r3_core::ids::GroupId;
     use r3_core::rollout::Reward;
     use r3_core::routes::{RouteDims, RouteError};
-    use r3_recipe::learning::{Algorithm, Dapo};
 
     use super::*;
     use crate::batch::{Batch, Limits};
-    use crate::fixtures::{OwnedRollout, with_groups};
+    use crate::fixtures::{OwnedRollout, dapo, with_groups};
 
     const DIMS: RouteDims = RouteDims { n_layers: 2, top_k: 2, n_experts: 5 };
 
     fn refused(rollouts: &[OwnedRollout], routes: RoutesUse) -> Option<TrainError> {
         let limits = Limits { mini_steps: 1, micro_batch_tokens: 100, routes };
-        with_groups(rollouts, |groups| Batch::pack(groups, &Algorithm::Dapo(Dapo::default()), limits).err())
+        with_groups(rollouts, |groups| Batch::pack(groups, &dapo(), limits).err())
     }
 
     fn refusal(rollouts: &[OwnedRollout], routes: RoutesUse) -> String {
@@ -114,8 +113,7 @@ mod tests {
     #[test]
     fn a_group_that_comes_twice_or_holds_another_groups_rollout_is_refused() {
         let limits = Limits { mini_steps: 1, micro_batch_tokens: 100, routes: RoutesUse::None };
-        let pack =
-            |groups: &[Group<'_>]| Batch::pack(groups, &Algorithm::Dapo(Dapo::default()), limits).err();
+        let pack = |groups: &[Group<'_>]| Batch::pack(groups, &dapo(), limits).err();
         with_groups(&pair(), |groups| {
             let twice = [groups[0].clone(), groups[0].clone()];
             assert_eq!(pack(&twice).unwrap().to_string(), "group 7, rollout 0 came twice");

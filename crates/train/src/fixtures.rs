@@ -8,8 +8,21 @@ use r3_kernels::router::Routing;
 use r3_model::autograd::{Packed, Policy};
 use r3_model::config::ModelConfig;
 use r3_model::init::FreshWeights;
+use r3_recipe::algorithm::{Algorithm, Dapo, Grpo};
+use r3_recipe::objective::ObjectiveTerms;
 
 use crate::batch::{Group, Sample};
+use crate::objective::Objective;
+
+/// DAPO with its defaults.
+pub(crate) fn dapo() -> Objective {
+    Objective::new(&Algorithm::Dapo(Dapo::default()), &ObjectiveTerms::default(), 8)
+}
+
+/// GRPO with its defaults.
+pub(crate) fn grpo() -> Objective {
+    Objective::new(&Algorithm::Grpo(Grpo::default()), &ObjectiveTerms::default(), 8)
+}
 
 /// A dense layer between two MoE layers of 4 experts, top 2; weights large enough for uneven choices.
 pub(crate) fn tiny_policy(seed: u64) -> Policy {

@@ -10,7 +10,7 @@
 //!
 //! candle's `backward` recurses over the graph, so run the trainer on a thread with a deep stack: `r3 run` gives it 256 MiB.
 //!
-//! Start with [`trainer`], then [`loss`] and [`batch`].
+//! Start with [`trainer`], then [`objective`], [`loss`] and [`batch`].
 
 pub mod advantage;
 pub mod batch;
@@ -32,6 +32,7 @@ pub mod trainer;
 
 mod contract;
 mod learner;
+mod step_logprobs;
 
 #[cfg(test)]
 mod fixtures;

@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use r3_core::ids::{PolicyVersion, TokenId};
 
 use crate::batch::{Batch, RoutesUse, Sequence};
-use crate::error::TrainError;
+use crate::loss::TokenBatch;
 
 /// One forward's worth of a batch. Every array without a comment is `[T]`; entry `t` of an array about
 /// predictions is about the token that input `t` predicts.
@@ -25,11 +25,11 @@ pub struct MicroBatch {
     /// The version that sampled each target; 0 for prompt tokens.
     pub versions: Vec<PolicyVersion>,
     /// Advantage of the sequence.
-    pub advantages: Vec<f32>,
+    pub advantages: Vec<f64>,
     /// 1 where the target is trained on, else 0.
     pub mask: Vec<f32>,
-    /// One over the trained tokens of the sequence.
-    pub inverse_lengths: Vec<f32>,
+    /// Weight of the sequence's tokens in the loss.
+    pub weights: Vec<f64>,
     /// `[L, T, K]`: the routes of the inputs, layer by layer, in router order; empty when the batch carries
     /// none.
     pub routes: Vec<u16>,
@@ -65,7 +65,7 @@ impl MicroBatch {
         self.versions.clear();
         self.advantages.clear();
         self.mask.clear();
-        self.inverse_lengths.clear();
+        self.weights.clear();
         self.routes.clear();
     }
 
@@ -83,7 +83,7 @@ impl MicroBatch {
         self.versions.resize(end - n_sampled, PolicyVersion::default());
         self.versions.extend_from_slice(rollout.versions);
         self.advantages.resize(end, sequence.advantage);
-        self.inverse_lengths.resize(end, (1.0 / sequence.n_trained as f64) as f32);
+        self.weights.resize(end, sequence.weight);
         self.mask.resize(end - n_sampled, 0.0);
         match sequence.sample.mask {
             Some(mask) => self.mask.extend(mask.iter().map(|&kept| f32::from(u8::from(kept != 0)))),
@@ -109,33 +109,43 @@ impl MicroBatch {
 
 /// The arrays of a micro-batch that losses need, as tensors `[T]`.
 #[derive(Clone, Debug)]
-pub(crate) struct LossInputs {
-    pub(crate) rollout_logprobs: Tensor,
-    pub(crate) advantages: Tensor,
-    pub(crate) mask: Tensor,
-    pub(crate) inverse_lengths: Tensor,
+pub struct LossInputs {
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    weights: Tensor,
 }
 
 impl LossInputs {
-    pub(crate) fn new(micro: &MicroBatch, device: &Device) -> Result<Self, TrainError> {
-        let tensor = |values: &[f32]| Tensor::new(values, device);
+    /// The arrays of `micro` as `dtype`. `old_logprobs` is `[T]`: what the ratio divides by.
+    ///
+    /// # Errors
+    /// If candle fails.
+    pub fn new(micro: &MicroBatch, old_logprobs: &[f32], dtype: DType) -> Result<Self> {
+        let tensor = |values: &[f32]| Tensor::new(values, &Device::Cpu)?.to_dtype(dtype);
+        let double = |values: &[f64]| Tensor::new(values, &Device::Cpu)?.to_dtype(dtype);
         Ok(Self {
-            rollout_logprobs: tensor(&micro.rollout_logprobs)?,
-            advantages: tensor(&micro.advantages)?,
+            old_logprobs: tensor(old_logprobs)?,
+            advantages: double(&micro.advantages)?,
             mask: tensor(&micro.mask)?,
-            inverse_lengths: tensor(&micro.inverse_lengths)?,
+            weights: double(&micro.weights)?,
         })
+    }
+
+    /// The micro-batch with the policy's logprobs `[T]`.
+    #[must_use]
+    pub fn batch<'a>(&'a self, policy_logprobs: &'a Tensor, micro: &'a MicroBatch) -> TokenBatch<'a> {
+        let Self { old_logprobs, advantages, mask, weights } = self;
+        TokenBatch { policy_logprobs, old_logprobs, advantages, mask, weights, lengths: &micro.lengths }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use r3_core::routes::RouteDims;
-    use r3_recipe::learning::{Algorithm, Dapo};
-
     use super::*;
     use crate::batch::Limits;
-    use crate::fixtures::{OwnedRollout, with_groups};
+    use crate::fixtures::{OwnedRollout, dapo, with_groups};
+    use r3_core::routes::RouteDims;
 
     #[test]
     fn two_sequences_by_hand() {
@@ -146,7 +156,7 @@ mod tests {
         second.version = 5;
         with_groups(&[first, second], |groups| {
             let limits = Limits { mini_steps: 1, micro_batch_tokens: 100, routes: RoutesUse::Replay };
-            let batch = Batch::pack(groups, &Algorithm::Dapo(Dapo::default()), limits).unwrap();
+            let batch = Batch::pack(groups, &dapo(), limits).unwrap();
             let mut micro = MicroBatch { tokens: vec![TokenId(9); 40], ..MicroBatch::default() };
             micro.gather(&batch, 0..2);
             assert_eq!(micro.tokens, [0, 1, 2, 100, 101].map(TokenId));
@@ -155,7 +165,7 @@ mod tests {
             assert_eq!(micro.rollout_logprobs, [0.0, 0.0, -1.0, -1.0, -2.0]);
             assert_eq!(micro.versions, [0, 0, 0, 5, 5].map(PolicyVersion));
             assert_eq!(micro.mask, [0.0, 1.0, 0.0, 1.0, 1.0]);
-            assert_eq!(micro.inverse_lengths, [1.0, 1.0, 1.0, 0.5, 0.5]);
+            assert_eq!(micro.weights, [1.0; 5], "each token of DAPO weighs the same");
             assert_eq!(micro.routes, [0, 1, 2, 0, 1, 1, 2, 3, 1, 2]);
             assert!(micro.advantages[0] > 0.0 && micro.advantages[3] == -micro.advantages[0]);
         });
@@ -168,7 +178,7 @@ mod tests {
             [0.0, 1.0].map(|reward| OwnedRollout::new(0, reward as u32, (1, 1), reward).with_routes(dims));
         with_groups(&rollouts, |groups| {
             let limits = Limits { mini_steps: 1, micro_batch_tokens: 100, routes: RoutesUse::None };
-            let batch = Batch::pack(groups, &Algorithm::Dapo(Dapo::default()), limits).unwrap();
+            let batch = Batch::pack(groups, &dapo(), limits).unwrap();
             let mut micro = MicroBatch::default();
             micro.gather(&batch, 0..2);
             assert_eq!(micro.routes.capacity(), 0, "off holds no route memory");

@@ -1,6 +1,6 @@
 //! Reward shaping for long completions.
 
-use r3_recipe::learning::Overlong;
+use r3_recipe::algorithm::Overlong;
 
 /// What is added to the reward of a completion of `n_tokens`, in `[-factor, 0]`.
 ///

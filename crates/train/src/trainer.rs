@@ -3,12 +3,12 @@
 use std::ops::Range;
 use std::path::Path;
 
-use candle_core::Device;
+use candle_core::DType;
 use r3_core::ids::PolicyVersion;
 use r3_kernels::route_record::RouteRecord;
 use r3_kernels::router::Routing;
 use r3_model::autograd::{Packed, Policy, PolicyOutput};
-use r3_recipe::learning::Algorithm;
+use r3_recipe::objective::OldLogprobs;
 
 use crate::batch::{Batch, MiniStep, RoutesUse};
 use crate::batch_stats::BatchStats;
@@ -16,12 +16,14 @@ use crate::checkpoint::{Position, TrainerState};
 use crate::error::TrainError;
 use crate::learner::Learner;
 use crate::loads::{LoadStats, Loads};
-use crate::loss::{Clipped, TokenBatch, clipped, dapo, grpo};
+use crate::loss::loss;
+use crate::loss::surrogate::Clipped;
 use crate::micro_batch::{LossInputs, MicroBatch};
 use crate::mismatch::{Mismatch, MismatchStats};
-use crate::objective::{Aggregation, Objective};
+use crate::objective::Objective;
 use crate::optimiser::{AdamWConfig, Update};
 use crate::optimiser_state;
+use crate::step_logprobs::StepLogprobs;
 
 /// Trains a policy on batches of rollouts.
 pub struct Trainer {
@@ -30,6 +32,7 @@ pub struct Trainer {
     temperature: f32,
     micro: MicroBatch,
     native: RouteRecord,
+    old: StepLogprobs,
 }
 
 /// What one batch did to the policy. Means are over trained tokens unless said otherwise.
@@ -68,6 +71,8 @@ pub struct ActorStats {
     pub clip_frac_high: f64,
     /// Share of bad tokens stopped below.
     pub clip_frac_low: f64,
+    /// Share of bad tokens stopped by the dual clip.
+    pub clip_frac_dual: f64,
     /// Entropy of the policy, nats.
     pub entropy: f64,
     /// Gradient norm before clipping, mean over optimiser steps.
@@ -89,14 +94,15 @@ impl Trainer {
     /// A trainer that has made no step. `temperature` is the rollout's: logprobs are of the distribution
     /// sampled from.
     #[must_use]
-    pub fn new(policy: Policy, algorithm: &Algorithm, config: AdamWConfig, temperature: f32) -> Self {
+    pub fn new(policy: Policy, objective: Objective, config: AdamWConfig, temperature: f32) -> Self {
         let native = RouteRecord::new(policy.config().route_dims().n_layers, policy.config().router());
         Self {
             learner: Learner::new(policy, config),
-            objective: Objective::from(algorithm),
+            objective,
             temperature,
             micro: MicroBatch::default(),
             native,
+            old: StepLogprobs::default(),
         }
     }
 
@@ -133,6 +139,12 @@ impl Trainer {
         Position { step, version: self.learner.version, optimiser_steps, score: None }
     }
 
+    /// What it optimises, and what a batch for it is packed with.
+    #[must_use]
+    pub fn objective(&self) -> &Objective {
+        &self.objective
+    }
+
     /// The policy being trained.
     #[must_use]
     pub fn policy(&self) -> &Policy {
@@ -167,9 +179,11 @@ impl Trainer {
         let (staleness_mean, staleness_max) = batch.staleness(self.version());
         let measured = Measured::new(batch, &self.learner);
         let mut account = Account { measured, actor: ActorSums::default(), progress };
+        self.old.start(batch);
         for mini in batch.mini_steps().iter().skip(1) {
             for sequences in &mini.micro_batches {
                 let pass = self.forward(batch, sequences.clone(), true)?;
+                self.old.keep(sequences, &pass.policy_logprobs);
                 account.measured.add(&self.micro, &pass, &self.native);
                 (account.progress)(PassDone { n_inputs: self.micro.n_inputs(), learned: false });
             }
@@ -200,24 +214,21 @@ impl Trainer {
         measure: bool,
     ) -> Result<(), TrainError> {
         self.learner.start_step();
+        let denominator = self.objective.aggregation.denominator(&mini.counts);
         for sequences in &mini.micro_batches {
             let pass = self.forward(batch, sequences.clone(), measure)?;
             if measure {
                 account.measured.add(&self.micro, &pass, &self.native);
+                self.old.keep(sequences, &pass.policy_logprobs);
             }
-            account.actor.add_tokens(&self.micro, &pass, &self.objective);
-            let inputs = LossInputs::new(&self.micro, &Device::Cpu)?;
-            let tokens = TokenBatch {
-                policy_logprobs: &pass.output.logprobs,
-                rollout_logprobs: &inputs.rollout_logprobs,
-                advantages: &inputs.advantages,
-                mask: &inputs.mask,
-                inverse_lengths: &inputs.inverse_lengths,
+            let old_logprobs = match self.objective.old_logprobs {
+                OldLogprobs::Rollout => &self.micro.rollout_logprobs,
+                OldLogprobs::Trainer => self.old.of(sequences),
             };
-            let loss = match self.objective.aggregation {
-                Aggregation::TokenMean => dapo(&tokens, self.objective.clip, mini.n_trained as f64)?,
-                Aggregation::SequenceMean => grpo(&tokens, self.objective.clip, mini.n_sequences as f64)?,
-            };
+            account.actor.add_tokens(&self.micro, &pass, old_logprobs, &self.objective);
+            let inputs = LossInputs::new(&self.micro, old_logprobs, DType::F32)?;
+            let tokens = inputs.batch(&pass.output.logprobs, &self.micro);
+            let loss = loss(&self.objective, &tokens, denominator)?;
             account.actor.loss += self.learner.add_gradient(&loss)?;
             (account.progress)(PassDone { n_inputs: self.micro.n_inputs(), learned: true });
         }
@@ -343,6 +354,7 @@ struct ActorSums {
     entropy: f64,
     n_high: usize,
     n_low: usize,
+    n_dual: usize,
     n_tokens: usize,
     grad_norm: f64,
     lr: f64,
@@ -350,15 +362,18 @@ struct ActorSums {
 }
 
 impl ActorSums {
-    fn add_tokens(&mut self, micro: &MicroBatch, pass: &Pass, objective: &Objective) {
+    fn add_tokens(&mut self, micro: &MicroBatch, pass: &Pass, old_logprobs: &[f32], objective: &Objective) {
+        let difference = |(&policy, &other): (&f32, &f32)| f64::from(policy) - f64::from(other);
+        let log_ratios: Vec<f64> = pass.policy_logprobs.iter().zip(old_logprobs).map(difference).collect();
+        let log_ratios = objective.ratio.log_ratios(&log_ratios, &micro.mask, &micro.lengths);
         for t in (0..micro.n_inputs()).filter(|&t| micro.mask[t] != 0.0) {
-            let log_ratio = f64::from(pass.policy_logprobs[t]) - f64::from(micro.rollout_logprobs[t]);
-            self.kl -= log_ratio;
+            self.kl -= difference((&pass.policy_logprobs[t], &micro.rollout_logprobs[t]));
             self.entropy += f64::from(pass.output.entropy[t]);
             self.n_tokens += 1;
-            match clipped(log_ratio, micro.advantages[t].into(), objective.clip) {
+            match objective.surrogate.judge(log_ratios[t], micro.advantages[t]) {
                 Some(Clipped::High) => self.n_high += 1,
                 Some(Clipped::Low) => self.n_low += 1,
+                Some(Clipped::Dual) => self.n_dual += 1,
                 None => {}
             }
         }
@@ -375,9 +390,10 @@ impl ActorSums {
         ActorStats {
             pg_loss: self.loss / n_updates,
             ppo_kl: self.kl / n_tokens,
-            pg_clipfrac: (self.n_high + self.n_low) as f64 / n_tokens,
+            pg_clipfrac: (self.n_high + self.n_low + self.n_dual) as f64 / n_tokens,
             clip_frac_high: self.n_high as f64 / n_tokens,
             clip_frac_low: self.n_low as f64 / n_tokens,
+            clip_frac_dual: self.n_dual as f64 / n_tokens,
             entropy: self.entropy / n_tokens,
             grad_norm: self.grad_norm / n_updates,
             lr: self.lr,

@@ -1,23 +1,23 @@
 use candle_core::Var;
-use r3_recipe::learning::{Dapo, Grpo, Train};
+use r3_recipe::learning::Train;
 
 use super::*;
 use crate::batch::Limits;
-use crate::fixtures::{OwnedRollout, sampled_by, tiny_policy, with_groups};
+use crate::fixtures::{OwnedRollout, dapo, grpo, sampled_by, tiny_policy, with_groups};
 
 const WHOLE: Limits = Limits { mini_steps: 1, micro_batch_tokens: 1000, routes: RoutesUse::Replay };
 
-fn algorithms() -> [Algorithm; 2] {
-    [Algorithm::Dapo(Dapo::default()), Algorithm::Grpo(Grpo::default())]
+fn objectives() -> [Objective; 2] {
+    [dapo(), grpo()]
 }
 
-fn trainer(algorithm: &Algorithm) -> Trainer {
-    trainer_at(algorithm, 1e-2)
+fn trainer(objective: &Objective) -> Trainer {
+    trainer_at(objective, 1e-2)
 }
 
-fn trainer_at(algorithm: &Algorithm, lr: f64) -> Trainer {
+fn trainer_at(objective: &Objective, lr: f64) -> Trainer {
     let train = Train { lr, ..Train::default() };
-    Trainer::new(tiny_policy(1), algorithm, AdamWConfig::of_train(&train, 100), 1.0)
+    Trainer::new(tiny_policy(1), objective.clone(), AdamWConfig::of_train(&train, 100), 1.0)
 }
 
 /// Three groups of three rollouts that the tiny policy itself sampled, with unequal lengths.
@@ -32,10 +32,9 @@ fn rollouts() -> Vec<OwnedRollout> {
 }
 
 fn step(trainer: &mut Trainer, rollouts: &[OwnedRollout], limits: Limits) -> Result<StepStats, TrainError> {
-    // Only overlong punishment and scale of advantages depend on the algorithm that packs.
-    let algorithm = Algorithm::Dapo(Dapo::default());
+    let objective = trainer.objective().clone();
     with_groups(rollouts, |groups| {
-        let batch = Batch::pack(groups, &algorithm, limits)?;
+        let batch = Batch::pack(groups, &objective, limits)?;
         let mut passes = Vec::new();
         let stats = trainer.step(&batch, &mut |pass| passes.push(pass))?;
         assert_eq!(passes.len(), batch.n_passes(), "every micro-batch is reported");
@@ -69,7 +68,7 @@ fn rerouted(mut rollout: OwnedRollout) -> OwnedRollout {
 #[test]
 fn every_weight_gets_a_gradient_under_replay_and_without() {
     for routes in [RoutesUse::Replay, RoutesUse::None] {
-        let mut trainer = trainer(&algorithms()[0]);
+        let mut trainer = trainer(&objectives()[0]);
         step(&mut trainer, &rollouts(), Limits { routes, ..WHOLE }).unwrap();
         let Learner { policy, optimiser, .. } = &trainer.learner;
         for ((name, _), moments) in policy.vars().iter().zip(optimiser.moments()) {
@@ -82,7 +81,7 @@ fn every_weight_gets_a_gradient_under_replay_and_without() {
 fn at_equal_weights_there_is_no_mismatch_in_any_mini_step() {
     for mini_steps in [1, 3] {
         let stats =
-            step(&mut trainer(&algorithms()[0]), &rollouts(), Limits { mini_steps, ..WHOLE }).unwrap();
+            step(&mut trainer(&objectives()[0]), &rollouts(), Limits { mini_steps, ..WHOLE }).unwrap();
         let mismatch = stats.mismatch;
         assert_eq!((stats.mini_steps, mismatch.n_tokens), (mini_steps, stats.batch.n_trained));
         assert_eq!([mismatch.k3_kl, mismatch.abs_diff_max, mismatch.extreme_frac_tau2], [0.0; 3]);
@@ -104,7 +103,7 @@ fn tokens_of_older_weights_are_trained_on_but_not_compared() {
         rollout.rollout_logprobs.iter_mut().for_each(|old| *old += 0.125);
     }
     for mini_steps in [1, 3] {
-        let mut trainer = trainer(&algorithms()[0]);
+        let mut trainer = trainer(&objectives()[0]);
         trainer.learner.version = PolicyVersion(3);
         let stats = step(&mut trainer, &rollouts, Limits { mini_steps, ..WHOLE }).unwrap();
         let MismatchStats { n_tokens, abs_diff_max, router, .. } = stats.mismatch;
@@ -117,11 +116,11 @@ fn tokens_of_older_weights_are_trained_on_but_not_compared() {
 
 #[test]
 fn before_the_first_update_nothing_is_clipped_and_the_policy_has_not_moved() {
-    let actor = step(&mut trainer(&algorithms()[0]), &rollouts(), WHOLE).unwrap().actor;
+    let actor = step(&mut trainer(&objectives()[0]), &rollouts(), WHOLE).unwrap().actor;
     assert_eq!([actor.ppo_kl, actor.pg_clipfrac], [0.0; 2]);
     assert!(actor.entropy > 0.0 && actor.entropy <= 13.0_f64.ln());
     let several = Limits { mini_steps: 3, ..WHOLE };
-    let actor = step(&mut trainer(&algorithms()[0]), &rollouts(), several).unwrap().actor;
+    let actor = step(&mut trainer(&objectives()[0]), &rollouts(), several).unwrap().actor;
     assert_ne!(actor.ppo_kl, 0.0, "later mini-steps come after an update");
 }
 
@@ -129,7 +128,7 @@ fn before_the_first_update_nothing_is_clipped_and_the_policy_has_not_moved() {
 fn ppo_kl_is_rollout_minus_policy() {
     let mut rollouts = rollouts();
     rollouts.iter_mut().flat_map(|rollout| &mut rollout.rollout_logprobs).for_each(|old| *old += 0.125);
-    let actor = step(&mut trainer(&algorithms()[0]), &rollouts, WHOLE).unwrap().actor;
+    let actor = step(&mut trainer(&objectives()[0]), &rollouts, WHOLE).unwrap().actor;
     assert!((actor.ppo_kl - 0.125).abs() < 1e-6, "{}", actor.ppo_kl);
 }
 
@@ -138,17 +137,16 @@ fn at_ratio_one_the_loss_is_the_mean_advantage_over_tokens_or_over_rollouts() {
     let mut rollouts = rollouts();
     rollouts[1].mask = Some(vec![0; rollouts[1].rollout_logprobs.len()]); // Or rollouts would cancel out.
     let (tokens, sequences) = with_groups(&rollouts, |groups| {
-        let batch = Batch::pack(groups, &algorithms()[0], WHOLE).unwrap();
+        let batch = Batch::pack(groups, &objectives()[0], WHOLE).unwrap();
         let weighed = |weight: fn(usize) -> f64| -> f64 {
             let total: f64 = batch.sequences().iter().map(|one| weight(one.n_trained)).sum();
             let sum = |(one, n): (f64, usize)| one * weight(n);
-            batch.sequences().iter().map(|one| sum((one.advantage.into(), one.n_trained))).sum::<f64>()
-                / total
+            batch.sequences().iter().map(|one| sum((one.advantage, one.n_trained))).sum::<f64>() / total
         };
         (weighed(|n| n as f64), weighed(|_| 1.0))
     });
-    for (algorithm, mean) in algorithms().iter().zip([tokens, sequences]) {
-        let loss = step(&mut trainer(algorithm), &rollouts, WHOLE).unwrap().actor.pg_loss;
+    for (objective, mean) in objectives().iter().zip([tokens, sequences]) {
+        let loss = step(&mut trainer(objective), &rollouts, WHOLE).unwrap().actor.pg_loss;
         assert!((loss + mean).abs() < 1e-5 && loss != 0.0, "{loss} is not -{mean}");
     }
 }
@@ -156,7 +154,7 @@ fn at_ratio_one_the_loss_is_the_mean_advantage_over_tokens_or_over_rollouts() {
 #[test]
 fn no_gradient_leaks_into_the_next_step_even_from_a_failed_one() {
     let limits = Limits { micro_batch_tokens: 1, ..WHOLE };
-    let mut trainer = trainer_at(&algorithms()[0], 0.0);
+    let mut trainer = trainer_at(&objectives()[0], 0.0);
     let first = step(&mut trainer, &rollouts(), limits).unwrap().actor.grad_norm;
     let mut broken = rollouts();
     broken[8].tokens[0].0 = 99; // Outside the vocabulary, in the last micro-batch.
@@ -168,7 +166,7 @@ fn no_gradient_leaks_into_the_next_step_even_from_a_failed_one() {
 fn replay_takes_the_rollouts_experts_and_reports_the_routers_own() {
     let other: Vec<_> = rollouts().into_iter().map(rerouted).collect();
     let run = |rollouts: &[OwnedRollout], routes| {
-        step(&mut trainer(&algorithms()[0]), rollouts, Limits { routes, ..WHOLE }).unwrap()
+        step(&mut trainer(&objectives()[0]), rollouts, Limits { routes, ..WHOLE }).unwrap()
     };
     let replayed = run(&other, RoutesUse::Replay);
     assert!(replayed.mismatch.abs_diff_max > 0.0, "other experts give other logprobs");
@@ -184,14 +182,14 @@ fn replay_takes_the_rollouts_experts_and_reports_the_routers_own() {
 
 #[test]
 fn without_routes_the_trainer_holds_no_route_memory() {
-    let mut trainer = trainer(&algorithms()[0]);
+    let mut trainer = trainer(&objectives()[0]);
     step(&mut trainer, &rollouts(), Limits { routes: RoutesUse::None, ..WHOLE }).unwrap();
     assert_eq!((trainer.native.n_tokens(), trainer.micro.routes.capacity()), (0, 0));
 }
 
 #[test]
 fn micro_batches_add_up() {
-    for algorithm in algorithms() {
+    for algorithm in objectives() {
         let gradient = |micro_batch_tokens| {
             let mut trainer = trainer(&algorithm);
             let stats = step(&mut trainer, &rollouts(), Limits { micro_batch_tokens, ..WHOLE }).unwrap();
@@ -212,7 +210,7 @@ fn micro_batches_add_up() {
 #[test]
 fn the_order_of_arrival_and_repetition_change_no_bit() {
     let run = |rollouts: Vec<OwnedRollout>| {
-        let mut trainer = trainer(&algorithms()[0]);
+        let mut trainer = trainer(&objectives()[0]);
         let limits = Limits { mini_steps: 2, micro_batch_tokens: 12, ..WHOLE };
         let stats = step(&mut trainer, &rollouts, limits).unwrap();
         (stats, flat(trainer.policy().vars()))
@@ -224,7 +222,7 @@ fn the_order_of_arrival_and_repetition_change_no_bit() {
 
 #[test]
 fn better_rollouts_become_likelier() {
-    for algorithm in algorithms() {
+    for algorithm in objectives() {
         let mut trainer = trainer(&algorithm);
         let first = step(&mut trainer, &rollouts(), WHOLE).unwrap();
         for _ in 0..4 {
@@ -238,7 +236,7 @@ fn better_rollouts_become_likelier() {
 
 #[test]
 fn nothing_to_learn_changes_nothing() {
-    let mut trainer = trainer(&algorithms()[0]);
+    let mut trainer = trainer(&objectives()[0]);
     let before = flat(trainer.policy().vars());
     let equal: Vec<_> = rollouts().into_iter().filter(|rollout| rollout.index != 1).collect();
     let stats = step(&mut trainer, &equal, WHOLE).unwrap();
@@ -249,7 +247,7 @@ fn nothing_to_learn_changes_nothing() {
 
 #[test]
 fn a_weight_that_is_not_a_number_stops_the_step_before_any_update() {
-    let mut trainer = trainer(&algorithms()[0]);
+    let mut trainer = trainer(&objectives()[0]);
     let (_, var) = trainer.policy().vars().last().unwrap();
     var.set(&var.affine(0.0, f64::NAN).unwrap()).unwrap();
     let error = step(&mut trainer, &rollouts(), Limits { mini_steps: 3, ..WHOLE }).unwrap_err();
@@ -264,20 +262,20 @@ fn a_weight_that_is_not_a_number_stops_the_step_before_any_update() {
 fn routes_of_another_model_are_refused() {
     let dims = r3_core::routes::RouteDims { n_layers: 2, top_k: 2, n_experts: 5 };
     let other: Vec<_> = rollouts().into_iter().map(|rollout| rollout.with_routes(dims)).collect();
-    let error = step(&mut trainer(&algorithms()[0]), &other, WHOLE).unwrap_err();
+    let error = step(&mut trainer(&objectives()[0]), &other, WHOLE).unwrap_err();
     assert!(matches!(error, TrainError::RouteShape { .. }), "{error}");
 }
 
 #[test]
 fn a_resumed_trainer_continues_bit_for_bit() {
     let dir = tempfile::tempdir().unwrap();
-    let mut whole = trainer(&algorithms()[0]);
+    let mut whole = trainer(&objectives()[0]);
     step(&mut whole, &rollouts(), WHOLE).unwrap();
     let checkpoints = crate::checkpoint::Checkpoints::new(dir.path().to_owned(), 1);
     let saved = checkpoints
         .save(whole.position(1), whole.checkpoint_bytes(), |dir| whole.write_optimiser(dir))
         .unwrap();
-    let mut resumed = trainer(&algorithms()[0]);
+    let mut resumed = trainer(&objectives()[0]);
     for ((_, from), (_, to)) in whole.policy().vars().iter().zip(resumed.policy().vars()) {
         to.set(from).unwrap();
     }
