@@ -1,0 +1,110 @@
+"""Contestants that take turns on one machine.
+
+OpenMP's threads spin at barriers, so a peer is several times slower while anything else runs. Hence one measurement at a
+time: a worker is stopped (`SIGSTOP`) unless it is its turn, and everything that loads or warms up does so before the first
+round.
+"""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+
+
+def environment(preload=()):
+    """Ours, without the settings that would hold OpenBLAS back, and with the libraries a peer asks for."""
+    env = {key: value for key, value in os.environ.items() if key not in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")}
+    if preload:
+        env["LD_PRELOAD"] = ":".join(str(library) for library in preload)
+    return env
+
+
+class Worker:
+    """A peer that keeps its model loaded between measurements and runs only when asked."""
+
+    def __init__(self, name, argv, log, preload=()):
+        self.name = name
+        self.process = subprocess.Popen(
+            [str(arg) for arg in argv],
+            env=environment(preload),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+
+    def measure(self, request):
+        """The answer to `request`, or what went wrong under the key `error`."""
+        self._signal(signal.SIGCONT)
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        self._signal(signal.SIGSTOP)
+        return json.loads(answer) if answer else {"error": "the process ended"}
+
+    def close(self):
+        """Ends the worker and all it started."""
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    def _signal(self, number):
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            pass  # it ended by itself; the next answer says so
+
+
+class Command:
+    """A contestant that is one process a measurement: `argv(request)` starts it, `read(stdout)` finds the answer."""
+
+    def __init__(self, name, argv, read, log):
+        self.name, self.argv, self.read, self.log = name, argv, read, log
+
+    def measure(self, request):
+        """As a worker's."""
+        argv = [str(arg) for arg in self.argv(request)]
+        try:
+            done = subprocess.run(argv, env=environment(), stdout=subprocess.PIPE, stderr=self.log, text=True, check=True)
+            return self.read(done.stdout)
+        except (OSError, subprocess.CalledProcessError, LookupError, ValueError) as error:
+            return {"error": f"{type(error).__name__}: {error}; {' '.join(argv)}"}
+
+    def close(self):
+        """Nothing is left running."""
+
+
+def take_turns(contestants, requests, rounds, warm_up):
+    """Yields `(name, request, answers)`; in every round each contestant measures each request once.
+
+    `warm_up(request)` is the request that is measured first and thrown away. Who fails is out of the other rounds of the
+    request. All are closed at the end.
+    """
+    try:
+        for request in requests:
+            answers = {contestant.name: [] for contestant in contestants}
+            running = list(contestants)
+            for turn in range(rounds + 1):
+                for contestant in list(running):
+                    answer = contestant.measure(warm_up(request) if turn == 0 else request)
+                    if "error" in answer:
+                        answers[contestant.name].append(answer)
+                        running.remove(contestant)
+                    elif turn > 0:
+                        answers[contestant.name].append(answer)
+            yield from ((name, request, measured) for name, measured in answers.items())
+    finally:
+        for contestant in contestants:
+            contestant.close()
+
+
+def spread(answers, key):
+    """Median, least and greatest of `key`, or None if nobody measured it."""
+    values = [answer[key] for answer in answers if key in answer]
+    if not values:
+        return None
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": len(values)}
