@@ -62,14 +62,15 @@ class Worker:
 class Command:
     """A contestant that is one process a measurement: `argv(request)` starts it, `read(stdout)` finds the answer."""
 
-    def __init__(self, name, argv, read, log):
+    def __init__(self, name, argv, read, log, preload=()):
         self.name, self.argv, self.read, self.log = name, argv, read, log
+        self.env = environment(preload)
 
     def measure(self, request):
         """As a worker's."""
         argv = [str(arg) for arg in self.argv(request)]
         try:
-            done = subprocess.run(argv, env=environment(), stdout=subprocess.PIPE, stderr=self.log, text=True, check=True)
+            done = subprocess.run(argv, env=self.env, stdout=subprocess.PIPE, stderr=self.log, text=True, check=True)
             return self.read(done.stdout)
         except (OSError, subprocess.CalledProcessError, LookupError, ValueError) as error:
             return {"error": f"{type(error).__name__}: {error}; {' '.join(argv)}"}
@@ -78,17 +79,17 @@ class Command:
         """Nothing is left running."""
 
 
-def take_turns(contestants, requests, rounds, warm_up):
+def take_turns(contestants, requests, rounds, warm_up=None):
     """Yields `(name, request, answers)`; in every round each contestant measures each request once.
 
-    `warm_up(request)` is the request that is measured first and thrown away. Who fails is out of the other rounds of the
+    If `warm_up` is given, `warm_up(request)` is measured first and thrown away. Who fails is out of the other rounds of the
     request. All are closed at the end.
     """
     try:
         for request in requests:
             answers = {contestant.name: [] for contestant in contestants}
             running = list(contestants)
-            for turn in range(rounds + 1):
+            for turn in range(0 if warm_up else 1, rounds + 1):
                 for contestant in list(running):
                     answer = contestant.measure(warm_up(request) if turn == 0 else request)
                     if "error" in answer:

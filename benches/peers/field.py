@@ -22,12 +22,17 @@ def last_line(text):
     return json.loads(text.strip().splitlines()[-1])
 
 
+def flags(request):
+    return [word for key, value in request.items() for word in (f"--{key}", value)]
+
+
 class Field:
     """The folder `setup` and `models` filled."""
 
     def __init__(self, args):
         self.args, self.root = args, Path(args.folder).resolve()
         self.log = open(self.root / "log.txt", "w", encoding="utf-8")
+        self.preload = install.preload(self.root)
 
     def has(self, peer):
         """Whether `peer` was asked for and is installed; says so if it is not."""
@@ -59,15 +64,15 @@ class Field:
     def worker(self, name, venv, script, model, *options):
         """A script of ours that waits for requests inside the virtual environment `venv`."""
         argv = [self.python(venv), "-B", HERE / script, "--model", self.model(model), "--threads", self.args.threads]
-        return Worker(name, [*argv, *options], self.log, install.preload(self.root) if venv == "vllm" else ())
+        return Worker(name, [*argv, *options], self.log, self.preload)
 
     def trl(self, model, dtype):
         argv = [self.python("torch"), "-B", HERE / "trl_step.py", "--model", self.model(model), "--dtype", dtype]
-        return Command("trl", lambda _: argv, last_line, self.log)
+        return Command("trl", lambda request: [*argv, *flags(request)], last_line, self.log, self.preload)
 
-    def r3(self, bench, model, flags):
-        """`r3 bench`; `flags(request)` says the rest."""
-        argv = [self.args.r3, "bench", bench, "--model", self.model(model), "--json"]
+    def r3(self, bench, model, *options):
+        """`r3 bench`, which has a flag for every key of a request."""
+        argv = [self.args.r3, "bench", bench, "--model", self.model(model), "--json", *options]
         return Command("r3", lambda request: [*argv, *flags(request)], last_line, self.log)
 
     def llama_bench(self, model, dtype):

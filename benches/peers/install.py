@@ -68,7 +68,7 @@ def install_llamacpp(root):
 
 
 def preload(root):
-    """tcmalloc and Intel's OpenMP, as vLLM's documentation asks; none of them if one is missing."""
+    """tcmalloc and Intel's OpenMP, as vLLM and PyTorch advise on a CPU; none of them if one is missing."""
     tcmalloc = sorted(root.glob("lib/libtcmalloc_minimal.so*")) or [ctypes.util.find_library("tcmalloc_minimal")]
     openmp = root / "vllm/lib/libiomp5.so"
     return (tcmalloc[0], openmp) if tcmalloc[0] and openmp.exists() else ()

@@ -1,7 +1,4 @@
-"""Decoding with vLLM's CPU build: sampled at temperature 1, nothing truncated, prefill included.
-
-Its documentation asks for tcmalloc and Intel's OpenMP to be preloaded; the driver does so where it finds them.
-"""
+"""Decoding with vLLM's CPU build: sampled at temperature 1, nothing truncated, prefill included."""
 
 import argparse
 import json
