@@ -10,6 +10,7 @@
 
 use std::cell::RefCell;
 use std::fmt;
+use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
@@ -189,6 +190,24 @@ pub(crate) enum Rows<'a> {
     Bf16(&'a [u32]),
 }
 
+impl<'a> Rows<'a> {
+    /// `T`, if a row has `k` elements.
+    pub(crate) fn len(self, k: usize) -> usize {
+        match self {
+            Self::F32(x) => x.len() / k,
+            Self::Bf16(x) => x.len() / k.div_ceil(2),
+        }
+    }
+
+    /// The rows `rows` of `k` elements.
+    pub(crate) fn narrow(self, rows: Range<usize>, k: usize) -> Self {
+        match self {
+            Self::F32(x) => Self::F32(&x[rows.start * k..rows.end * k]),
+            Self::Bf16(x) => Self::Bf16(&x[rows.start * k.div_ceil(2)..rows.end * k.div_ceil(2)]),
+        }
+    }
+}
+
 /// Rounds `x` `[T, k]` to bf16 pairs `[T, k/2]` on the calling thread, an odd last element paired with zero.
 pub(crate) fn round_rows(x: &[f32], k: usize, rounded: &mut [u32]) {
     bf16::round_rows(x, k, rounded);
@@ -219,14 +238,42 @@ pub(crate) fn multiply_in(
     let y = Disjoint::new(y);
     match (x, &w.panels) {
         (Rows::F32(x), Panels::F32(lines)) => {
-            let job = Job { x, lines, depth: w.k, n, bias, y };
+            let job = Job { x, lines, depth: w.k, n, bias, onto: false, y };
             job.check(n_rows);
             grid.for_each(n_tasks > 1, |tile| kernel::run_f32(&job, tile));
         }
         (Rows::Bf16(x), Panels::Bf16(lines)) => {
-            let job = Job { x, lines, depth: w.k.div_ceil(2), n, bias, y };
+            let job = Job { x, lines, depth: w.k.div_ceil(2), n, bias, onto: false, y };
             job.check(n_rows);
             grid.for_each(n_tasks > 1, |tile| kernel::run_bf16(&job, tile));
+        }
+        _ => panic!("activations must be in the dtype of the weights"),
+    }
+}
+
+/// The columns `columns` of [`multiply`]'s product, `y` `[T, columns.len()]`, on the calling thread.
+///
+/// # Panics
+/// If shapes or dtypes do not fit, or `columns` does not start at a multiple of 16.
+pub(crate) fn multiply_columns(x: Rows<'_>, w: &PackedMatrix, columns: Range<usize>, y: &mut [f32]) {
+    let n = columns.len();
+    assert!(columns.start.is_multiple_of(LANES) && columns.end <= w.n, "columns {columns:?} of {}", w.n);
+    let panels = columns.start / LANES..columns.end.div_ceil(LANES);
+    let tile = Tile { rows: 0..y.len() / n, panels: 0..panels.len() };
+    let y = Disjoint::new(y);
+    match (x, &w.panels) {
+        (Rows::F32(x), Panels::F32(lines)) => {
+            let lines = &lines[panels.start * w.k..panels.end * w.k];
+            let job = Job { x, lines, depth: w.k, n, bias: None, onto: false, y };
+            job.check(tile.rows.len());
+            kernel::run_f32(&job, &tile);
+        }
+        (Rows::Bf16(x), Panels::Bf16(lines)) => {
+            let depth = w.k.div_ceil(2);
+            let lines = &lines[panels.start * depth..panels.end * depth];
+            let job = Job { x, lines, depth, n, bias: None, onto: false, y };
+            job.check(tile.rows.len());
+            kernel::run_bf16(&job, &tile);
         }
         _ => panic!("activations must be in the dtype of the weights"),
     }

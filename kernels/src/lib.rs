@@ -19,6 +19,7 @@ pub mod adamw;
 pub mod attention;
 pub mod experts;
 pub mod gemm;
+pub mod lm_head;
 pub mod logprob;
 pub mod numerics;
 pub mod rms_norm;

@@ -1,13 +1,9 @@
 //! Log-probabilities of chosen tokens and entropies of their distributions, in nats.
 //!
-//! Two passes over a row of logits: the maximum, then the sum of exponentials over blocks of 1 024 tokens. Block
-//! sums are added up in order in f64, so the error does not grow with the vocabulary.
+//! A row of logits is read once, in blocks of 1 024 tokens: each block's maximum, then its sums relative to that. The
+//! blocks are put together in order in f64, so the error does not grow with the vocabulary, and nobody needs all of a
+//! row at once: [`lm_head`](crate::lm_head) makes the same blocks out of hidden states.
 
-use std::sync::Arc;
-
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
-
-use crate::candle_io::{f32_slice, with_f32};
 use crate::exp::exp;
 use crate::isa::{Isa, multiversion, sum_lanes};
 use crate::parallel;
@@ -15,9 +11,9 @@ use crate::softmax::{exp_sum, max};
 
 const LANES: usize = 16;
 /// Tokens whose exponentials are summed up in f32: 64 per lane.
-const BLOCK: usize = 1024;
+pub(crate) const BLOCK: usize = 1024;
 /// Multiply-adds that one `exp` of a row costs, about.
-const EXP_WORK: usize = 12;
+pub(crate) const EXP_WORK: usize = 12;
 
 /// `ln softmax(logits / temperature)` of each row's target: `logits` `[T, V]`, `targets` and `logprobs` `[T]`.
 ///
@@ -37,7 +33,11 @@ pub fn chosen_logprobs(logits: &[f32], targets: &[u32], temperature: f32, logpro
     });
 }
 
-fn inverse(temperature: f32) -> f32 {
+/// 1 / `temperature`.
+///
+/// # Panics
+/// If `temperature` is not positive and finite, or its inverse is not.
+pub(crate) fn inverse(temperature: f32) -> f32 {
     let scale = 1.0 / temperature;
     assert!(temperature > 0.0 && temperature.is_finite() && scale.is_finite(), "temperature {temperature}");
     scale
@@ -51,41 +51,81 @@ multiversion! {
 fn logprob_rows_body<I: Isa>(logits: &[f32], targets: &[u32], scale: f32, logprobs: &mut [f32]) {
     let rows = logits.chunks_exact(logits.len() / targets.len());
     for ((row, &target), logprob) in rows.zip(targets).zip(logprobs) {
-        let highest = max(row);
-        let sum: f64 = row.chunks(BLOCK).map(|block| f64::from(exp_sum::<I>(block, highest, scale))).sum();
-        *logprob = (f64::from(scale * (row[target as usize] - highest)) - sum.ln()) as f32;
+        let mut distribution = Distribution::new(scale);
+        for block in row.chunks(BLOCK) {
+            distribution.add(BlockSums::of::<I, false>(block, scale));
+        }
+        *logprob = distribution.logprob(row[target as usize]);
     }
 }
 
-/// Entropy of `softmax(logits / temperature)` of each row: `logits` `[T, V]`, `out` `[T]`. Tokens of logit `-inf`
-/// count nothing.
+/// What one block of a row adds to its distribution.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct BlockSums {
+    /// Highest logit.
+    highest: f32,
+    /// `sum e^z` of `z = (x - highest) / temperature`.
+    sum: f32,
+    /// `sum z e^z`, for the entropy.
+    moment: f32,
+}
+
+impl BlockSums {
+    /// Sums of at most [`BLOCK`] logits; the moment only if `MOMENT`, with the same bits otherwise.
+    #[inline(always)]
+    pub(crate) fn of<I: Isa, const MOMENT: bool>(logits: &[f32], scale: f32) -> Self {
+        // Finite even if all of the block is cut off: `-inf` less `-inf` would be NaN.
+        let highest = max(logits).max(f32::MIN);
+        let (sum, moment) = if MOMENT {
+            exp_moments::<I>(logits, highest, scale)
+        } else {
+            (exp_sum::<I>(logits, highest, scale), 0.0)
+        };
+        Self { highest, sum, moment }
+    }
+}
+
+/// `softmax(logits / temperature)` of a row, its blocks added one after the other.
 ///
-/// # Panics
-/// If the shapes do not fit, or `temperature` is not positive and finite.
-pub fn entropies(logits: &[f32], vocab: usize, temperature: f32, out: &mut [f32]) {
-    assert_eq!(logits.len(), vocab * out.len(), "logits are not [{}, {vocab}]", out.len());
-    let scale = inverse(temperature);
-    parallel::for_rows(out, 1, EXP_WORK * vocab, |first, out| {
-        entropy_rows(&logits[first * vocab..][..out.len() * vocab], scale, out);
-    });
+/// With `z = (x - max) / temperature` and `S = sum e^z`, a logprob is `z - ln S` and the entropy
+/// `ln S - sum(z e^z) / S`.
+pub(crate) struct Distribution {
+    scale: f32,
+    highest: f32,
+    sum: f64,
+    moment: f64,
 }
 
-multiversion! {
-    fn entropy_rows(logits: &[f32], scale: f32, out: &mut [f32]) = entropy_rows_body;
-}
+impl Distribution {
+    /// That of no token; `scale` is 1 / temperature.
+    pub(crate) fn new(scale: f32) -> Self {
+        Self { scale, highest: f32::MIN, sum: 0.0, moment: 0.0 }
+    }
 
-/// With `z = (x - max) / temperature` and `S = sum e^z` it is `ln S - sum(z e^z) / S`.
-#[inline(always)]
-fn entropy_rows_body<I: Isa>(logits: &[f32], scale: f32, out: &mut [f32]) {
-    for (row, entropy) in logits.chunks_exact(logits.len() / out.len()).zip(out) {
-        let highest = max(row);
-        let (mut sum, mut moment) = (0.0, 0.0);
-        for block in row.chunks(BLOCK) {
-            let (block_sum, block_moment) = exp_moments::<I>(block, highest, scale);
-            sum += f64::from(block_sum);
-            moment += f64::from(block_moment);
-        }
-        *entropy = (sum.ln() - moment / sum) as f32;
+    /// Takes in the row's next block.
+    pub(crate) fn add(&mut self, block: BlockSums) {
+        let highest = self.highest.max(block.highest);
+        let (sum, moment) = self.moved(self.highest, highest, (self.sum, self.moment));
+        let (block_sum, block_moment) =
+            self.moved(block.highest, highest, (block.sum.into(), block.moment.into()));
+        (self.highest, self.sum, self.moment) = (highest, sum + block_sum, moment + block_moment);
+    }
+
+    /// Sums relative to `from`, relative to `to` instead.
+    fn moved(&self, from: f32, to: f32, (sum, moment): (f64, f64)) -> (f64, f64) {
+        let shift = f64::from(self.scale) * (f64::from(from) - f64::from(to));
+        let weight = shift.exp();
+        (weight * sum, weight * (moment + shift * sum))
+    }
+
+    /// Nats of a token of logit `logit`.
+    pub(crate) fn logprob(&self, logit: f32) -> f32 {
+        (f64::from(self.scale * (logit - self.highest)) - self.sum.ln()) as f32
+    }
+
+    /// Entropy in nats, if every block came with its moment.
+    pub(crate) fn entropy(&self) -> f32 {
+        (self.sum.ln() - self.moment / self.sum) as f32
     }
 }
 
@@ -104,94 +144,12 @@ fn exp_moments<I: Isa>(block: &[f32], highest: f32, scale: f32) -> (f32, f32) {
     (sum_lanes(sums), sum_lanes(moments))
 }
 
-/// [`chosen_logprobs`] of `logits` `[T, V]` as a differentiable `[T]`.
-///
-/// # Errors
-/// If `logits` is not f32 on the CPU, or not one row per target.
-///
-/// # Panics
-/// If a target is not below `V`, or `temperature` is not positive and finite.
-pub fn chosen_logprobs_op(logits: &Tensor, targets: Arc<[u32]>, temperature: f32) -> Result<Tensor> {
-    if logits.dims2()?.0 != targets.len() {
-        candle_core::bail!("logits of {:?} for {} targets", logits.shape(), targets.len());
-    }
-    logits.contiguous()?.apply_op1(ChosenLogprobs { targets, temperature })
-}
-
-struct ChosenLogprobs {
-    targets: Arc<[u32]>,
-    temperature: f32,
-}
-
-impl CustomOp1 for ChosenLogprobs {
-    fn name(&self) -> &'static str {
-        "chosen-logprobs"
-    }
-
-    fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let mut logprobs = vec![0.0; self.targets.len()];
-        chosen_logprobs(f32_slice(logits, layout)?, &self.targets, self.temperature, &mut logprobs);
-        Ok((CpuStorage::F32(logprobs), Shape::from(self.targets.len())))
-    }
-
-    fn bwd(&self, logits: &Tensor, logprobs: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let mut out = vec![0.0; logits.elem_count()];
-        with_f32(logits, |logits| {
-            with_f32(logprobs, |logprobs| {
-                with_f32(grad, |grad| {
-                    self.backward(logits, (logprobs, grad), &mut out);
-                    Ok(())
-                })
-            })
-        })?;
-        Tensor::from_vec(out, logits.shape(), logits.device()).map(Some)
-    }
-}
-
-impl ChosenLogprobs {
-    fn backward(&self, logits: &[f32], (logprobs, grad): (&[f32], &[f32]), out: &mut [f32]) {
-        let scale = inverse(self.temperature);
-        let vocab = logits.len() / self.targets.len().max(1);
-        parallel::for_rows(out, vocab, EXP_WORK * vocab, |first, out| {
-            for (i, out) in out.chunks_exact_mut(vocab).enumerate() {
-                let t = first + i;
-                let chosen = Chosen { target: self.targets[t] as usize, logprob: logprobs[t], grad: grad[t] };
-                backward_row(&logits[t * vocab..][..vocab], &chosen, scale, out);
-            }
-        });
-    }
-}
-
-/// What a row's gradient depends on besides its logits.
-struct Chosen {
-    target: usize,
-    logprob: f32,
-    grad: f32,
-}
-
-multiversion! {
-    fn backward_row(logits: &[f32], chosen: &Chosen, scale: f32, out: &mut [f32]) = backward_row_body;
-}
-
-/// `grad / temperature * (1[j = target] - p_j)`, where `ln p_j` is the target's logprob plus the difference of the
-/// scaled logits: one pass.
-#[inline(always)]
-fn backward_row_body<I: Isa>(logits: &[f32], chosen: &Chosen, scale: f32, out: &mut [f32]) {
-    let &Chosen { target, logprob, grad } = chosen;
-    let from = logits[target];
-    let pull = grad * scale;
-    for (out, &x) in out.iter_mut().zip(logits) {
-        *out = -pull * exp::<I>(I::mul_add(scale, x - from, logprob));
-    }
-    out[target] += pull;
-}
-
 #[cfg(test)]
 mod tests {
-    use candle_core::{D, Device, Var};
     use proptest::prelude::{prop_assert, prop_assert_eq, proptest};
 
     use super::*;
+    use crate::testing::bits;
 
     fn wave(n: usize, size: f32) -> Vec<f32> {
         (0..n).map(|i| (i as f32 * 1.7).sin() * size).collect()
@@ -203,14 +161,21 @@ mod tests {
         out
     }
 
-    fn entropies_of(logits: &[f32], vocab: usize, temperature: f32) -> Vec<f32> {
-        let mut out = vec![f32::NAN; logits.len() / vocab];
-        entropies(logits, vocab, temperature, &mut out);
-        out
+    multiversion! {
+        fn distribution(row: &[f32], scale: f32) -> Distribution = distribution_body;
     }
 
-    fn bits(values: &[f32]) -> Vec<u32> {
-        values.iter().map(|x| x.to_bits()).collect()
+    #[inline(always)]
+    fn distribution_body<I: Isa>(row: &[f32], scale: f32) -> Distribution {
+        let mut distribution = Distribution::new(scale);
+        for block in row.chunks(BLOCK) {
+            distribution.add(BlockSums::of::<I, true>(block, scale));
+        }
+        distribution
+    }
+
+    fn entropies_of(logits: &[f32], vocab: usize, temperature: f32) -> Vec<f32> {
+        logits.chunks(vocab).map(|row| distribution(row, inverse(temperature)).entropy()).collect()
     }
 
     /// Logits `0.6 ln [1, 3, 4]` at temperature 0.6 are the probabilities 1/8, 3/8, 4/8.
@@ -277,29 +242,5 @@ mod tests {
         let panic = std::panic::catch_unwind(|| logprobs_of(&[0.0; 6], &[0, 3], 1.0)).unwrap_err();
         assert_eq!(*panic.downcast::<String>().unwrap(), "target 3 of token 1 is not below 3");
         assert!(std::panic::catch_unwind(|| logprobs_of(&[0.0; 6], &[0, 2], 0.0)).is_err());
-    }
-
-    #[test]
-    fn the_op_has_the_bits_of_the_function_and_the_gradient_of_candle() {
-        let (n_tokens, vocab, temperature) = (5, 37, 0.6);
-        let targets: Arc<[u32]> = Arc::from([0, 36, 7, 7, 20]);
-        let logits = Var::from_vec(wave(n_tokens * vocab, 4.0), (n_tokens, vocab), &Device::Cpu).unwrap();
-        let ours = chosen_logprobs_op(&logits, targets.clone(), temperature).unwrap();
-        let want = logprobs_of(&wave(n_tokens * vocab, 4.0), &targets, temperature);
-        assert_eq!(bits(&ours.to_vec1().unwrap()), bits(&want));
-
-        let z = (&*logits / f64::from(temperature)).unwrap();
-        let total = z.exp().unwrap().sum_keepdim(D::Minus1).unwrap().log().unwrap();
-        let index = Tensor::from_slice(&targets, (n_tokens, 1), &Device::Cpu).unwrap();
-        let naive = z.broadcast_sub(&total).unwrap().gather(&index, 1).unwrap().squeeze(1).unwrap();
-        let pull = Tensor::from_slice(&[1.0_f32, -2.0, 0.5, 3.0, 0.0], n_tokens, &Device::Cpu).unwrap();
-        let grad = |logprobs: Tensor| -> Vec<f32> {
-            let grads = (logprobs * &pull).unwrap().sum_all().unwrap().backward().unwrap();
-            grads.get(&logits).unwrap().flatten_all().unwrap().to_vec1().unwrap()
-        };
-        for (ours, naive) in grad(ours).into_iter().zip(grad(naive)) {
-            assert!((ours - naive).abs() < 5e-6, "{ours} {naive}");
-        }
-        assert!(chosen_logprobs_op(&logits, Arc::from([0]), temperature).is_err());
     }
 }

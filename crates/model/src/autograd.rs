@@ -6,8 +6,8 @@ use candle_core::{Device, Tensor, Var};
 use r3_core::ids::TokenId;
 use r3_kernels::attention::attention_op;
 use r3_kernels::experts::experts_op;
-use r3_kernels::gemm::linear;
-use r3_kernels::logprob::{chosen_logprobs_op, entropies};
+use r3_kernels::gemm::{Dtype, PackedMatrix, linear};
+use r3_kernels::lm_head::head_op;
 use r3_kernels::rms_norm::rms_norm_op;
 use r3_kernels::rope::{RopeTable, rope_op};
 use r3_kernels::router::{Choice, Routing, choose, gates_op};
@@ -208,8 +208,8 @@ pub struct Packed<'a> {
 pub struct PolicyOutput {
     /// `[T]` nats, differentiable: log-probability of each target.
     pub logprobs: Tensor,
-    /// `[T]` nats: entropy of each distribution.
-    pub entropy: Vec<f32>,
+    /// `[T]` nats, differentiable: entropy of each distribution.
+    pub entropy: Tensor,
     /// Per MoE layer `[T, E]` router logits, differentiable.
     pub router_scores: Vec<Tensor>,
 }
@@ -237,22 +237,26 @@ impl Policy {
         &self.exec.vars
     }
 
-    /// Logits `[T, V]` of packed sequences.
+    /// Logits `[T, V]` of packed sequences. What is trained on are [`Self::logprobs`], which never hold so many.
     ///
     /// # Errors
     /// If a token is outside the vocabulary, a sequence is too long, or candle fails.
     pub fn logits(&mut self, batch: &Packed<'_>, routing: &mut Routing<'_>) -> Result<Tensor, ModelError> {
+        let hidden = self.hidden(batch, routing)?;
+        logits(&mut self.exec, &self.weights, &hidden)
+    }
+
+    fn hidden(&mut self, batch: &Packed<'_>, routing: &mut Routing<'_>) -> Result<Tensor, ModelError> {
         let max_positions = self.weights.config.max_positions;
         if let Some(&tokens) = batch.lengths.iter().find(|length| **length > max_positions) {
             return Err(ModelError::TooLong { tokens, max_positions });
         }
         self.exec.router_scores.clear();
         let mut attend = PackedSequences::new(batch.lengths);
-        let hidden = forward(&mut self.exec, &self.weights, batch.tokens, &mut attend, routing)?;
-        logits(&mut self.exec, &self.weights, &hidden)
+        forward(&mut self.exec, &self.weights, batch.tokens, &mut attend, routing)
     }
 
-    /// Log-probabilities of the targets under the policy at `temperature`.
+    /// Log-probabilities of the targets under the policy at `temperature`, and entropies.
     ///
     /// # Errors
     /// As [`Self::logits`].
@@ -262,12 +266,13 @@ impl Policy {
         routing: &mut Routing<'_>,
         temperature: f32,
     ) -> Result<PolicyOutput, ModelError> {
-        let logits = self.logits(batch, routing)?;
+        let hidden = self.hidden(batch, routing)?;
         let targets: Arc<[u32]> = batch.targets.iter().map(|token| token.0).collect();
-        let logprobs = chosen_logprobs_op(&logits, targets, temperature)?;
-        let mut entropy = vec![0.0; batch.tokens.len()];
-        let values = logits.flatten_all()?.to_vec1::<f32>()?;
-        entropies(&values, self.weights.config.vocab_size, temperature, &mut entropy);
+        let head = &self.weights.head.as_ref().unwrap_or(&self.weights.embed).weight;
+        let (vocab, width) = head.dims2()?;
+        let values = head.flatten_all()?.to_vec1::<f32>()?;
+        let packed = Arc::new(PackedMatrix::pack(&values, vocab, width, Dtype::F32));
+        let (logprobs, entropy) = head_op(&hidden, head, packed, targets, temperature)?;
         let router_scores = std::mem::take(&mut self.exec.router_scores);
         Ok(PolicyOutput { logprobs, entropy, router_scores })
     }
@@ -346,7 +351,7 @@ mod tests {
             let batch = Packed { tokens: inputs, targets, lengths };
             let output = policy.logprobs(&batch, &mut Routing::Free, 0.7).unwrap();
             assert_eq!(output.router_scores.len(), 1, "one MoE layer");
-            (output.logprobs.to_vec1::<f32>().unwrap(), output.entropy)
+            (output.logprobs.to_vec1::<f32>().unwrap(), output.entropy.to_vec1::<f32>().unwrap())
         };
         let together = logprobs(&tokens([1, 2, 3, 4, 5]), &tokens([2, 3, 9, 5, 6]), &[3, 2]);
         let first = logprobs(&tokens([1, 2, 3]), &tokens([2, 3, 9]), &[3]);

@@ -261,7 +261,8 @@ impl Trainer {
             let tensor = name_position(batch, sequences, at);
             return Err(TrainError::NonFinite { tensor, version: learner.version });
         }
-        Ok(Pass { output, policy_logprobs })
+        let entropy = output.entropy.to_vec1::<f32>()?;
+        Ok(Pass { output, policy_logprobs, entropy })
     }
 
     /// Refuses routes of another model before any weight changes.
@@ -288,6 +289,7 @@ struct Account<'a> {
 struct Pass {
     output: PolicyOutput,
     policy_logprobs: Vec<f32>,
+    entropy: Vec<f32>,
 }
 
 /// Says which rollout the input `at` of a micro-batch belongs to.
@@ -368,7 +370,7 @@ impl ActorSums {
         let log_ratios = objective.ratio.log_ratios(&log_ratios, &micro.mask, &micro.lengths);
         for t in (0..micro.n_inputs()).filter(|&t| micro.mask[t] != 0.0) {
             self.kl -= difference((&pass.policy_logprobs[t], &micro.rollout_logprobs[t]));
-            self.entropy += f64::from(pass.output.entropy[t]);
+            self.entropy += f64::from(pass.entropy[t]);
             self.n_tokens += 1;
             match objective.surrogate.judge(log_ratios[t], micro.advantages[t]) {
                 Some(Clipped::High) => self.n_high += 1,

@@ -19,18 +19,33 @@ pub(crate) enum Left<'a> {
 /// # Panics
 /// If the shapes do not fit.
 pub(crate) fn product(a: Left<'_>, b: &[f32], n: usize, out: &mut [f32]) {
+    multiply((a, b), n, false, out);
+}
+
+/// `out += a b`: [`product`], with every chain going on from what `out` holds. So the product of matrices that are cut
+/// along `k` has the bits of that of the whole.
+///
+/// # Panics
+/// If the shapes do not fit.
+pub(crate) fn add_product(a: Left<'_>, b: &[f32], n: usize, out: &mut [f32]) {
+    multiply((a, b), n, true, out);
+}
+
+fn multiply((a, b): (Left<'_>, &[f32]), n: usize, onto: bool, out: &mut [f32]) {
     let (Left::Plain(x) | Left::Transposed(x)) = a;
     let (m, k) = (out.len() / n, b.len() / n);
     assert_eq!(out.len(), m * n, "the product has rows of {n}");
     assert_eq!((b.len(), x.len()), (k * n, m * k), "operands are [{m}, {k}] and [{k}, {n}]");
     if k == 0 {
-        out.fill(0.0);
+        if !onto {
+            out.fill(0.0);
+        }
         return;
     }
     let lines = pack(b, n, k);
     let n_tasks = parallel::task_count(out.len() * k);
     let grid = Grid::new(m, n.div_ceil(LANES), n_tasks);
-    let job = Job { x, lines: &lines, depth: k, n, bias: None, y: Disjoint::new(out) };
+    let job = Job { x, lines: &lines, depth: k, n, bias: None, onto, y: Disjoint::new(out) };
     let kernel = match a {
         Left::Plain(_) => run_f32,
         Left::Transposed(_) => run_f32_transposed,

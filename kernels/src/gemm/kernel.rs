@@ -36,6 +36,8 @@ pub(super) struct Job<'a, W> {
     pub(super) n: usize,
     /// `[N]`.
     pub(super) bias: Option<&'a [f32]>,
+    /// Whether chains go on from what `y` holds.
+    pub(super) onto: bool,
     /// `[T, N]`.
     pub(super) y: Disjoint<'a, f32>,
 }
@@ -228,7 +230,7 @@ fn register_tile<D: Dot, const TRANSPOSED: bool, const ROWS: usize, const PANELS
         std::array::from_fn(|r| if TRANSPOSED { &[][..] } else { &job.x[cut((row + r) * depth)] });
     let x_columns = if TRANSPOSED { &job.x[block.depth.start * n_rows..] } else { &[] };
     let mut sums = [[D::load(&[0.0; LANES]); PANELS]; ROWS];
-    if block.depth.start > 0 {
+    if job.onto || block.depth.start > 0 {
         for (r, sums) in sums.iter_mut().enumerate() {
             for (p, sums) in sums.iter_mut().enumerate() {
                 *sums = D::load(&loaded(job, row + r, panel + p));

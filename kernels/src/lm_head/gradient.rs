@@ -1,0 +1,117 @@
+//! The head's backward pass, which computes the logits again.
+
+use super::{MAX_ROWS, TILE_ROWS, Targets, activations, block_columns};
+use crate::exp::exp;
+use crate::gemm::gradient::{Left, add_product};
+use crate::gemm::{self, PackedMatrix};
+use crate::isa::{Isa, multiversion};
+use crate::logprob::{BLOCK, EXP_WORK, inverse};
+use crate::parallel;
+
+/// What the forward pass read and found.
+#[derive(Clone, Copy)]
+pub struct HeadGradient<'a> {
+    /// `[T, D]`.
+    pub hidden: &'a [f32],
+    /// `[V, D]`, row-major.
+    pub weight: &'a [f32],
+    /// The same as the forward pass multiplied with.
+    pub packed: &'a PackedMatrix,
+    /// As in the forward pass.
+    pub targets: Targets<'a>,
+    /// `[T]` nats.
+    pub logprobs: &'a [f32],
+    /// `[T]` nats.
+    pub entropies: &'a [f32],
+    /// `[T]`.
+    pub target_logits: &'a [f32],
+}
+
+/// What the gradient of a row's logits depends on beside them.
+struct Row {
+    target: usize,
+    target_logit: f32,
+    logprob: f32,
+    entropy: f32,
+    /// Gradient of the logprob, over temperature.
+    pull: f32,
+    /// Gradient of the entropy, over temperature.
+    spread: f32,
+}
+
+impl HeadGradient<'_> {
+    /// Adds the gradients of hidden states `[T, D]` and weight `[V, D]` to `out`, given those of logprobs and entropies,
+    /// `[T]` each. Some rows and one block of the vocabulary at a time; every element is one chain, over the vocabulary
+    /// or over rows, in order.
+    ///
+    /// # Panics
+    /// If the shapes do not fit.
+    pub fn add(&self, (logprob_grads, entropy_grads): (&[f32], &[f32]), out: (&mut [f32], &mut [f32])) {
+        let (width, vocab) = (self.packed.k(), self.packed.n());
+        let rows = self.rows(logprob_grads, entropy_grads);
+        let (hidden_grad, weight_grad) = out;
+        let (mut rounded, mut logit_grads) = (Vec::new(), Vec::new());
+        let runs = self.hidden.chunks(MAX_ROWS * width).zip(hidden_grad.chunks_mut(MAX_ROWS * width));
+        for ((hidden, hidden_grad), rows) in runs.zip(rows.chunks(MAX_ROWS)) {
+            let x = activations(hidden, self.packed, &mut rounded);
+            for block in 0..vocab.div_ceil(BLOCK) {
+                let columns = block_columns(block, vocab);
+                logit_grads.resize(rows.len() * columns.len(), 0.0);
+                self.logit_gradients(x, rows, block, &mut logit_grads);
+                let span = columns.start * width..columns.end * width;
+                add_product(Left::Plain(&logit_grads), &self.weight[span.clone()], width, hidden_grad);
+                add_product(Left::Transposed(&logit_grads), hidden, width, &mut weight_grad[span]);
+            }
+        }
+    }
+
+    fn rows(&self, logprob_grads: &[f32], entropy_grads: &[f32]) -> Vec<Row> {
+        let scale = inverse(self.targets.temperature);
+        let row = |(t, &target): (usize, &u32)| Row {
+            target: target as usize,
+            target_logit: self.target_logits[t],
+            logprob: self.logprobs[t],
+            entropy: self.entropies[t],
+            pull: scale * logprob_grads[t],
+            spread: scale * entropy_grads[t],
+        };
+        self.targets.ids.iter().enumerate().map(row).collect()
+    }
+
+    /// Gradients of the logits of `rows` in `block`.
+    fn logit_gradients(&self, x: gemm::Rows<'_>, rows: &[Row], block: usize, out: &mut [f32]) {
+        let (packed, scale) = (self.packed, inverse(self.targets.temperature));
+        let (width, columns) = (packed.k(), block_columns(block, packed.n()));
+        parallel::for_rows(out, columns.len(), columns.len() * (width + EXP_WORK), |first, out| {
+            for (i, out) in out.chunks_mut(TILE_ROWS * columns.len()).enumerate() {
+                let first = first + i * TILE_ROWS;
+                let tile = first..first + out.len() / columns.len();
+                gemm::multiply_columns(x.narrow(tile.clone(), width), packed, columns.clone(), out);
+                gradient_rows(&rows[tile], columns.start, scale, out);
+            }
+        });
+    }
+}
+
+multiversion! {
+    /// Replaces the logits of `rows` from token `first` on by their gradients.
+    fn gradient_rows(rows: &[Row], first: usize, scale: f32, logits: &mut [f32]) = gradient_rows_body;
+}
+
+/// With `p = softmax(logits / temperature)`: the logprob's is `(1[j = target] - p_j) / temperature`, the entropy's
+/// `-p_j (ln p_j + entropy) / temperature`; `ln p_j` is the target's logprob plus the difference of the scaled logits.
+#[inline(always)]
+fn gradient_rows_body<I: Isa>(rows: &[Row], first: usize, scale: f32, logits: &mut [f32]) {
+    let n_columns = logits.len() / rows.len();
+    for (row, logits) in rows.iter().zip(logits.chunks_exact_mut(n_columns)) {
+        for logit in &mut *logits {
+            let logprob = I::mul_add(scale, *logit - row.target_logit, row.logprob);
+            let p = exp::<I>(logprob);
+            let slope = I::mul_add(-row.spread, logprob + row.entropy, -row.pull);
+            *logit = if p == 0.0 { 0.0 } else { p * slope }; // `ln 0` times 0 would be NaN.
+        }
+        if let Some(logit) = row.target.checked_sub(first).and_then(|at| logits.get_mut(at)) {
+            *logit += row.pull;
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! The head's memory grows with neither the rows nor the vocabulary, forward or backward.
+#![expect(unsafe_code, reason = "counting bytes takes a global allocator")]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use candle_core::{Device, Tensor, Var};
+use r3_kernels::gemm::{Dtype, PackedMatrix};
+use r3_kernels::lm_head::head_op;
+
+struct Watching;
+
+/// Bytes held by all threads, and the most there were.
+static HELD: AtomicUsize = AtomicUsize::new(0);
+static MOST: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call goes to the system allocator unchanged.
+unsafe impl GlobalAlloc for Watching {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // Relaxed: one counter, and the threads that count are joined before it is read.
+        let held = HELD.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
+        MOST.fetch_max(held, Ordering::Relaxed);
+        // SAFETY: the caller's promises are those `System` asks for.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        HELD.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: as above.
+        unsafe { System.dealloc(memory, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Watching = Watching;
+
+const WIDTH: usize = 8;
+
+/// Most bytes that scoring `n_rows` rows and going back takes beside inputs, scores and gradients.
+fn extra_bytes(n_rows: usize, vocab: usize) -> usize {
+    let wave = |n: usize| (0..n).map(|i| (i % 23) as f32 / 23.0).collect::<Vec<f32>>();
+    let hidden = Var::from_vec(wave(n_rows * WIDTH), (n_rows, WIDTH), &Device::Cpu).unwrap();
+    let weight = Var::from_vec(wave(vocab * WIDTH), (vocab, WIDTH), &Device::Cpu).unwrap();
+    let packed = Arc::new(PackedMatrix::pack(&wave(vocab * WIDTH), vocab, WIDTH, Dtype::F32));
+    let ids: Arc<[u32]> = (0..n_rows).map(|t| (t % vocab) as u32).collect();
+    let held = HELD.load(Ordering::Relaxed);
+    MOST.store(held, Ordering::Relaxed);
+    let loss = |scores: (Tensor, Tensor)| (scores.0 + scores.1).unwrap().sum_all().unwrap();
+    let grads = loss(head_op(&hidden, &weight, packed, ids, 1.0).unwrap()).backward().unwrap();
+    assert!(grads.get(&hidden).is_some() && grads.get(&weight).is_some());
+    let gradients = 4 * WIDTH * (n_rows + vocab);
+    MOST.load(Ordering::Relaxed) - held - gradients
+}
+
+#[test]
+fn no_array_of_rows_by_vocabulary_is_ever_made() {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+    let [small, longer, wider] =
+        [(2048, 2048), (8192, 2048), (2048, 8192)].map(|(t, v)| pool.install(|| extra_bytes(t, v)));
+    // Gradients of the logits of 1024 rows by 1024 tokens, and what products pack.
+    assert!(small < 8 << 20, "{small} bytes");
+    // Scores and what belongs to a row; sums of a block.
+    assert!(longer < small + 6144 * 160, "{longer} bytes for four times the rows, {small} before");
+    assert!(wider < small + 6144 * 32, "{wider} bytes for four times the vocabulary, {small} before");
+}
