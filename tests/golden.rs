@@ -11,6 +11,7 @@ use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::sampler::Sampling;
 use r3_kernels::adamw::{AdamwStep, adamw};
 use r3_kernels::gemm::Dtype;
+use r3_kernels::numerics::Numerics;
 use r3_kernels::route_record::RouteRecord;
 use r3_kernels::router::Routing;
 use r3_model::autograd::{Packed, Policy};
@@ -28,6 +29,7 @@ fn engine(model: &str, block_tokens: usize, max_batch_tokens: usize) -> Engine {
     let checkpoint = Checkpoint::open(&dir(model)).unwrap();
     let config = EngineConfig {
         dtype: Dtype::F32,
+        numerics: Numerics::Exact,
         kv_bytes: 8 << 20,
         block_tokens,
         max_batch_tokens,

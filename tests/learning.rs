@@ -11,6 +11,7 @@ use r3_engine::config::EngineConfig;
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::sampler::Sampling;
 use r3_kernels::gemm::Dtype;
+use r3_kernels::numerics::Numerics;
 use r3_kernels::route_record::RouteRecord;
 use r3_kernels::router::Routing;
 use r3_model::autograd::Policy;
@@ -58,6 +59,7 @@ impl Rollouts {
         let problems = generate(ArithmeticTask { digits: 2, held_out: 1000, seed: 0 }).unwrap().train;
         let config = EngineConfig {
             dtype: Dtype::Bf16,
+            numerics: Numerics::Exact,
             kv_bytes: 64 << 20,
             block_tokens: 16,
             max_batch_tokens: 2048,

@@ -62,6 +62,7 @@ fn check_sizes(config: &ModelConfig) {
 fn engine(block_tokens: usize) -> EngineConfig {
     EngineConfig {
         dtype: r3_kernels::gemm::Dtype::F32,
+        numerics: r3_kernels::numerics::Numerics::Exact,
         kv_bytes: u64::MAX,
         block_tokens,
         max_batch_tokens: Limit::MAX_COUNT as usize,

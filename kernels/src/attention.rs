@@ -16,6 +16,7 @@ use crate::parallel::{self, Disjoint};
 
 mod gradient;
 mod kernel;
+pub mod split;
 #[cfg(test)]
 mod tests;
 

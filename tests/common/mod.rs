@@ -8,6 +8,7 @@ use r3_engine::config::EngineConfig;
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::sampler::Sampling;
 use r3_kernels::gemm::Dtype;
+use r3_kernels::numerics::Numerics;
 use r3_model::checkpoint::Checkpoint;
 use r3_scheduler::request::Finished;
 
@@ -27,6 +28,7 @@ pub(crate) fn checkpoint(path: &str) -> Checkpoint {
 pub(crate) fn plain(dtype: Dtype) -> EngineConfig {
     EngineConfig {
         dtype,
+        numerics: Numerics::Exact,
         kv_bytes: 16 << 20,
         block_tokens: 16,
         max_batch_tokens: 4096,

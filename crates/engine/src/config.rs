@@ -2,7 +2,9 @@
 
 use r3_kernels::attention::KvCache;
 use r3_kernels::gemm::Dtype;
+use r3_kernels::numerics::Numerics;
 use r3_model::config::ModelConfig;
+use r3_recipe::numerics::Numerics as RecipeNumerics;
 use r3_recipe::rollout::{Dtype as RecipeDtype, Engine as EngineSection};
 use r3_scheduler::config::SchedulerConfig;
 
@@ -13,6 +15,8 @@ use crate::error::EngineError;
 pub struct EngineConfig {
     /// Format of weights, keys and values.
     pub dtype: Dtype,
+    /// Order of sums.
+    pub numerics: Numerics,
     /// Bytes for keys, values and routes of all resident tokens.
     pub kv_bytes: u64,
     /// Slots of a block.
@@ -28,13 +32,21 @@ pub struct EngineConfig {
 }
 
 impl EngineConfig {
-    /// Takes a recipe's `engine` section.
+    /// Takes a recipe's `engine` section, its `rollout.dtype` and its numerics.
     #[must_use]
-    pub fn from_recipe(section: &EngineSection, dtype: RecipeDtype, capture_routes: bool) -> Self {
+    pub fn from_recipe(
+        section: &EngineSection,
+        (dtype, numerics): (RecipeDtype, RecipeNumerics),
+        capture_routes: bool,
+    ) -> Self {
         Self {
             dtype: match dtype {
                 RecipeDtype::F32 => Dtype::F32,
                 RecipeDtype::Bf16 => Dtype::Bf16,
+            },
+            numerics: match numerics {
+                RecipeNumerics::Exact => Numerics::Exact,
+                RecipeNumerics::Fast => Numerics::Fast,
             },
             kv_bytes: section.kv_memory.0,
             block_tokens: section.block_tokens,
@@ -121,6 +133,7 @@ mod tests {
         };
         let expected = EngineConfig {
             dtype: Dtype::Bf16,
+            numerics: Numerics::Fast,
             kv_bytes: 3 << 20,
             block_tokens: 5,
             max_batch_tokens: 6,
@@ -128,9 +141,16 @@ mod tests {
             prefix_cache: false,
             capture_routes: true,
         };
-        assert_eq!(EngineConfig::from_recipe(&section, RecipeDtype::Bf16, true), expected);
-        let changed = EngineConfig { dtype: Dtype::F32, capture_routes: false, ..expected };
-        assert_eq!(EngineConfig::from_recipe(&section, RecipeDtype::F32, false), changed);
+        assert_eq!(
+            EngineConfig::from_recipe(&section, (RecipeDtype::Bf16, RecipeNumerics::Fast), true),
+            expected
+        );
+        let changed =
+            EngineConfig { dtype: Dtype::F32, numerics: Numerics::Exact, capture_routes: false, ..expected };
+        assert_eq!(
+            EngineConfig::from_recipe(&section, (RecipeDtype::F32, RecipeNumerics::Exact), false),
+            changed
+        );
     }
 
     #[test]

@@ -84,7 +84,7 @@ impl Engine {
         version: PolicyVersion,
     ) -> Result<Self, EngineError> {
         let sizes = config.scheduler(model)?;
-        let mut exec = Buffers::new(model, config.dtype);
+        let mut exec = Buffers::new(model, config.dtype, config.numerics);
         let (weights, hashes) = refit::load(&mut exec, model, source, config.dtype)?;
         let n_slots = sizes.n_blocks * sizes.block_tokens;
         Ok(Self {

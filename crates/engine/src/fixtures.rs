@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_kernels::gemm::Dtype;
+use r3_kernels::numerics::Numerics;
 use r3_model::config::ModelConfig;
 use r3_model::init::FreshWeights;
 
@@ -21,6 +22,7 @@ pub(crate) fn model() -> ModelConfig {
 pub(crate) fn config(kv_bytes: u64) -> EngineConfig {
     EngineConfig {
         dtype: Dtype::Bf16,
+        numerics: Numerics::Exact,
         kv_bytes,
         block_tokens: 4,
         max_batch_tokens: 64,

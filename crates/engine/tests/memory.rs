@@ -11,6 +11,7 @@ use r3_engine::config::EngineConfig;
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::sampler::Sampling;
 use r3_kernels::gemm::Dtype;
+use r3_kernels::numerics::Numerics;
 use r3_model::config::ModelConfig;
 use r3_model::init::FreshWeights;
 
@@ -64,6 +65,7 @@ fn serve(engine: &mut Engine, cycles: std::ops::Range<u64>) {
 fn memory_is_flat_over_a_hundred_thousand_requests() {
     let config = EngineConfig {
         dtype: Dtype::F32,
+        numerics: Numerics::Exact,
         kv_bytes: 16 << 10,
         block_tokens: 4,
         max_batch_tokens: 8,

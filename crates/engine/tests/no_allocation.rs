@@ -7,6 +7,7 @@ use r3_engine::config::EngineConfig;
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::sampler::Sampling;
 use r3_kernels::gemm::Dtype;
+use r3_kernels::numerics::Numerics;
 use r3_model::config::ModelConfig;
 use r3_model::init::FreshWeights;
 
@@ -22,6 +23,7 @@ fn engine(capture_routes: bool, prefix_cache: bool) -> Engine {
     let model = model();
     let mut config = EngineConfig {
         dtype: Dtype::Bf16,
+        numerics: Numerics::Exact,
         kv_bytes: 0,
         block_tokens: 4,
         max_batch_tokens: 64,

@@ -1,9 +1,11 @@
 //! The engine's executor: packed weights, reused buffers, a paged KV cache, no candle.
 
 use r3_core::ids::TokenId;
+use r3_kernels::attention::split::split_attention;
 use r3_kernels::attention::{Heads, KvCache, PagedSequence, paged_attention};
 use r3_kernels::experts::{ExpertDims, ExpertScratch, Experts, Routed, forward as run_experts};
 use r3_kernels::gemm::{Dtype, PackedMatrix, matmul};
+use r3_kernels::numerics::Numerics;
 use r3_kernels::rms_norm::rms_norm;
 use r3_kernels::rope::{RopeTable, rope};
 use r3_kernels::router::{Choice, Routing, choose, gates};
@@ -77,12 +79,13 @@ pub struct Buffers {
     heads: Heads,
     constants: Constants,
     dtype: Dtype,
+    numerics: Numerics,
 }
 
 impl Buffers {
-    /// An executor for `config` whose projections are kept in `dtype`.
+    /// An executor for `config` whose projections are kept in `dtype`, and whose sums are in the order of `numerics`.
     #[must_use]
-    pub fn new(config: &ModelConfig, dtype: Dtype) -> Self {
+    pub fn new(config: &ModelConfig, dtype: Dtype, numerics: Numerics) -> Self {
         Self {
             free: Vec::new(),
             choice: Choice::empty(),
@@ -92,6 +95,7 @@ impl Buffers {
             heads: config.heads(),
             constants: Constants { eps: config.rms_norm_eps, router: config.router() },
             dtype,
+            numerics,
         }
     }
 
@@ -163,13 +167,11 @@ impl Executor for Buffers {
         self.release(k);
         self.release(v);
         let mut out = self.take(q.rows(), self.heads.n_heads * self.heads.head_dim);
-        paged_attention(
-            q.values(),
-            attend.cache,
-            (layer, attend.block_tokens),
-            attend.sequences,
-            out.values_mut(),
-        );
+        let attention = match self.numerics {
+            Numerics::Exact => paged_attention,
+            Numerics::Fast => split_attention,
+        };
+        attention(q.values(), attend.cache, (layer, attend.block_tokens), attend.sequences, out.values_mut());
         self.release(q);
         Ok(out)
     }
@@ -332,7 +334,8 @@ mod tests {
     fn resident(dtype: Dtype) -> (ModelConfig, FreshWeights, Weights<Buffers>) {
         let config = mixed_config();
         let fresh = FreshWeights::new(&config, 3);
-        let weights = Weights::load(&mut Buffers::new(&config, dtype), &config, &fresh).unwrap();
+        let weights =
+            Weights::load(&mut Buffers::new(&config, dtype, Numerics::Exact), &config, &fresh).unwrap();
         (config, fresh, weights)
     }
 
@@ -377,13 +380,14 @@ mod tests {
     fn a_token_outside_the_vocabulary_is_refused_by_position() {
         let (config, _, weights) = resident(Dtype::F32);
         let tokens = [TokenId(9), TokenId(10)];
-        let error = Buffers::new(&config, Dtype::F32).embed(&weights.embed, &tokens).unwrap_err();
+        let error =
+            Buffers::new(&config, Dtype::F32, Numerics::Exact).embed(&weights.embed, &tokens).unwrap_err();
         assert_eq!(error.to_string(), "token 10 at position 1 is outside the vocabulary of 10");
     }
 
     #[test]
     fn small_activations_do_not_take_large_buffers() {
-        let mut exec = Buffers::new(&mixed_config(), Dtype::F32);
+        let mut exec = Buffers::new(&mixed_config(), Dtype::F32, Numerics::Exact);
         for _ in 0..4 {
             let (logits, small, other) = (exec.take(8, 1000), exec.take(8, 16), exec.take(8, 16));
             exec.release(other);

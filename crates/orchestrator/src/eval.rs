@@ -31,7 +31,8 @@ pub fn evaluate(recipe: &Recipe) -> Result<Evaluation, RunError> {
     let task = TaskParts::load(&recipe.task, recipe.model.tokenizer_path(), model.vocab_size, None)?;
     let problems = &task.dataset.held_out[..recipe.eval.problems.min(task.dataset.held_out.len())];
     let max_new_tokens = recipe.eval.max_new_tokens.unwrap_or(recipe.rollout.max_new_tokens);
-    let config = EngineConfig::from_recipe(&recipe.engine, recipe.rollout.dtype, false);
+    let numbers = (recipe.rollout.dtype, recipe.resolved_numerics());
+    let config = EngineConfig::from_recipe(&recipe.engine, numbers, false);
     let prompt_tokens = setup::longest_prompt(problems, &task.tokenizer)?;
     setup::check_kv(&config, model, (prompt_tokens, max_new_tokens))?;
 

@@ -11,6 +11,7 @@ use r3_engine::error::EngineError;
 use r3_engine::sampler::Sampling;
 use r3_kernels::gemm::Dtype;
 use r3_model::checkpoint::Checkpoint;
+use r3_recipe::numerics::Numerics as RecipeNumerics;
 use r3_recipe::rollout::{Dtype as RecipeDtype, Engine as EngineSection};
 use r3_recipe::task::Task;
 use r3_scheduler::error::SchedulerError;
@@ -72,11 +73,12 @@ impl RolloutOptions {
     /// What a recipe's engine would be, with these sizes.
     fn engine(&self) -> EngineConfig {
         let captures = self.routes_start.is_some();
+        let numbers = (RecipeDtype::default(), RecipeNumerics::Exact);
         EngineConfig {
             kv_bytes: self.kv_bytes,
             max_running: self.max_running,
             dtype: self.dtype,
-            ..EngineConfig::from_recipe(&EngineSection::default(), RecipeDtype::default(), captures)
+            ..EngineConfig::from_recipe(&EngineSection::default(), numbers, captures)
         }
     }
 }

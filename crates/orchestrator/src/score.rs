@@ -6,6 +6,7 @@ use r3_engine::config::EngineConfig;
 use r3_engine::engine::Engine;
 use r3_engine::error::EngineError;
 use r3_kernels::gemm::Dtype;
+use r3_kernels::numerics::Numerics;
 use r3_kernels::route_record::RouteRecord;
 use r3_kernels::router::Routing;
 use r3_model::autograd::{Packed, Policy};
@@ -75,6 +76,7 @@ impl Scorer {
         let model = checkpoint.config();
         let mut config = EngineConfig {
             dtype,
+            numerics: Numerics::Exact,
             kv_bytes: 0,
             block_tokens: 16,
             max_batch_tokens: 2048,

@@ -170,7 +170,8 @@ pub fn expected(recipe: &Recipe, model: &ModelConfig) -> Expected {
 
 fn engine_config(recipe: &Recipe) -> EngineConfig {
     let capture_routes = routes_use(recipe) != RoutesUse::None;
-    EngineConfig::from_recipe(&recipe.engine, recipe.rollout.dtype, capture_routes)
+    let numbers = (recipe.rollout.dtype, recipe.resolved_numerics());
+    EngineConfig::from_recipe(&recipe.engine, numbers, capture_routes)
 }
 
 /// What a run's engine may have to hold.

@@ -12,6 +12,7 @@ use r3_model::autograd::Policy;
 use r3_model::checkpoint::Checkpoint;
 use r3_model::config::ModelConfig;
 use r3_model::init::FreshWeights;
+use r3_recipe::numerics::Numerics;
 use r3_recipe::recipe::SftRecipe;
 use r3_recipe::rollout::{Dtype as RecipeDtype, Engine as EngineSection};
 use r3_recipe::task::NewOrExistingModel;
@@ -164,7 +165,8 @@ fn evaluate(recipe: &SftRecipe, task: &TaskParts, progress: &Progress) -> Result
     if n_problems == 0 {
         return Ok(None);
     }
-    let config = EngineConfig::from_recipe(&EngineSection::default(), RecipeDtype::Bf16, false);
+    let numbers = (RecipeDtype::Bf16, Numerics::Exact);
+    let config = EngineConfig::from_recipe(&EngineSection::default(), numbers, false);
     let written = Checkpoint::open(&recipe.run.out)?;
     let mut engine = Engine::new(config, written.config(), &written, PolicyVersion(0))?;
     let stop_tokens: Arc<[TokenId]> = task.tokenizer.stop_tokens().into();

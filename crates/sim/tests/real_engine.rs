@@ -13,6 +13,7 @@ use r3_engine::error::EngineError;
 use r3_engine::resume::Continuation;
 use r3_engine::sampler::Sampling;
 use r3_kernels::gemm::Dtype;
+use r3_kernels::numerics::Numerics;
 use r3_model::checkpoint::Checkpoint;
 use r3_model::config::ModelConfig;
 use r3_model::error::ModelError;
@@ -91,6 +92,7 @@ impl Policies {
     fn config(&self, sizes: &SchedulerConfig) -> EngineConfig {
         let config = EngineConfig {
             dtype: Dtype::F32,
+            numerics: Numerics::Exact,
             kv_bytes: 0,
             block_tokens: sizes.block_tokens,
             max_batch_tokens: sizes.max_batch_tokens,
@@ -105,6 +107,7 @@ impl Policies {
     fn references(&self) -> [Engine; 3] {
         let plain = EngineConfig {
             dtype: Dtype::F32,
+            numerics: Numerics::Exact,
             kv_bytes: 16 << 20,
             block_tokens: 16,
             max_batch_tokens: 4096,

@@ -239,6 +239,8 @@ pub(super) struct Scratch {
     pub(super) queries: Vec<f32>,
     /// Results, `[n_rows, hd]`.
     pub(super) out: Vec<f32>,
+    /// Highest score of each row, and its sum of exponentials.
+    pub(super) softmax: Vec<(f32, f32)>,
     scores: Vec<f32>,
 }
 
@@ -249,6 +251,7 @@ pub(super) fn attend<I: Isa, E: Element>(view: &View<'_, E>, rows: Rows, scratch
     scratch.scores.resize(MAX_PASS * stride, 0.0);
     scratch.out.clear();
     scratch.out.resize(rows.n_rows * view.head_dim, 0.0);
+    scratch.softmax.resize(rows.n_rows, (0.0, 0.0));
     let mut first = 0;
     while first < rows.n_rows {
         let n = rows.pass_len::<I>(first);
@@ -275,13 +278,14 @@ fn attend_pass<I: Isa, E: Element, const R: usize>(
     let scores = &mut scratch.scores;
     let seen_by_all = rows.n_keys(first);
     view.score::<I, R>(queries, rows.n_keys(first + R - 1), scores, stride);
-    let mut sums = [0.0; R];
-    for (r, sum) in sums.iter_mut().enumerate() {
+    let softmax = &mut scratch.softmax[first..first + R];
+    for (r, softmax) in softmax.iter_mut().enumerate() {
         let row = &mut scores[r * stride..][..rows.n_keys(first + r)];
-        *sum = exp_in_place::<I>(row, max(row));
+        let highest = max(row);
+        *softmax = (highest, exp_in_place::<I>(row, highest));
     }
     view.add_weighted::<I, R>(scores, stride, 0..seen_by_all, out);
-    for (r, (out, sum)) in out.chunks_exact_mut(view.head_dim).zip(sums).enumerate() {
+    for (r, (out, &(_, sum))) in out.chunks_exact_mut(view.head_dim).zip(&*softmax).enumerate() {
         // A later query's own keys go to its row alone: zero times a key that is not finite is not zero.
         view.add_weighted::<I, 1>(&scores[r * stride..], stride, seen_by_all..rows.n_keys(first + r), out);
         for value in out {

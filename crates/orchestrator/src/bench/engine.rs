@@ -7,6 +7,7 @@ use r3_engine::config::EngineConfig;
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::sampler::Sampling;
 use r3_kernels::gemm::Dtype;
+use r3_kernels::numerics::Numerics;
 use r3_model::config::ModelConfig;
 use r3_model::source::TensorSource;
 use r3_scheduler::request::Finished;
@@ -217,6 +218,7 @@ impl Side {
     ) -> Result<Self, RunError> {
         let mut config = EngineConfig {
             dtype: setup.dtype,
+            numerics: Numerics::Exact,
             kv_bytes: 0,
             block_tokens: BLOCK_TOKENS,
             // One tick computes all prompts.
