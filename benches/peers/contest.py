@@ -10,6 +10,9 @@ import os
 import signal
 import statistics
 import subprocess
+import threading
+
+DEADLINE_S = 900  # of one measurement, loading and compiling included
 
 
 def environment(preload=()):
@@ -22,6 +25,8 @@ def environment(preload=()):
 
 class Worker:
     """A peer that keeps its model loaded between measurements and runs only when asked."""
+
+    warms_up = True
 
     def __init__(self, name, argv, log, preload=()):
         self.name = name
@@ -37,6 +42,8 @@ class Worker:
 
     def measure(self, request):
         """The answer to `request`, or what went wrong under the key `error`."""
+        deadline = threading.Timer(DEADLINE_S, self._signal, [signal.SIGKILL])
+        deadline.start()
         self._signal(signal.SIGCONT)
         try:
             self.process.stdin.write(json.dumps(request) + "\n")
@@ -45,7 +52,8 @@ class Worker:
         except BrokenPipeError:
             answer = ""
         self._signal(signal.SIGSTOP)
-        return json.loads(answer) if answer else {"error": "the process ended"}
+        deadline.cancel()
+        return json.loads(answer) if answer else {"error": f"the process ended, at the latest after {DEADLINE_S} s"}
 
     def close(self):
         """Ends the worker and all it started."""
@@ -62,6 +70,8 @@ class Worker:
 class Command:
     """A contestant that is one process a measurement: `argv(request)` starts it, `read(stdout)` finds the answer."""
 
+    warms_up = False  # of one process nothing stays warm for the next
+
     def __init__(self, name, argv, read, log, preload=()):
         self.name, self.argv, self.read, self.log = name, argv, read, log
         self.env = environment(preload)
@@ -69,34 +79,36 @@ class Command:
     def measure(self, request):
         """As a worker's."""
         argv = [str(arg) for arg in self.argv(request)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": self.log, "text": True}
         try:
-            done = subprocess.run(argv, env=self.env, stdout=subprocess.PIPE, stderr=self.log, text=True, check=True)
+            done = subprocess.run(argv, env=self.env, check=True, timeout=DEADLINE_S, **pipes)
             return self.read(done.stdout)
-        except (OSError, subprocess.CalledProcessError, LookupError, ValueError) as error:
-            return {"error": f"{type(error).__name__}: {error}; {' '.join(argv)}"}
+        except (OSError, subprocess.SubprocessError) as error:
+            return {"error": str(error)}
+        except (LookupError, ValueError):
+            return {"error": f"no answer from {' '.join(argv)}"}
 
     def close(self):
         """Nothing is left running."""
 
 
-def take_turns(contestants, requests, rounds, warm_up=None):
+def take_turns(contestants, requests, rounds, warm_up=dict):
     """Yields `(name, request, answers)`; in every round each contestant measures each request once.
 
-    If `warm_up` is given, `warm_up(request)` is measured first and thrown away. Who fails is out of the other rounds of the
-    request. All are closed at the end.
+    A worker measures `warm_up(request)` before the first round. Who fails twice is out of the other rounds of the request.
+    All are closed at the end.
     """
     try:
         for request in requests:
+            for worker in contestants:
+                if worker.warms_up:
+                    worker.measure(warm_up(request))
             answers = {contestant.name: [] for contestant in contestants}
-            running = list(contestants)
-            for turn in range(0 if warm_up else 1, rounds + 1):
-                for contestant in list(running):
-                    answer = contestant.measure(warm_up(request) if turn == 0 else request)
-                    if "error" in answer:
-                        answers[contestant.name].append(answer)
-                        running.remove(contestant)
-                    elif turn > 0:
-                        answers[contestant.name].append(answer)
+            for _ in range(rounds):
+                for contestant in contestants:
+                    measured = answers[contestant.name]
+                    if sum("error" in answer for answer in measured) < 2:
+                        measured.append(contestant.measure(request))
             yield from ((name, request, measured) for name, measured in answers.items())
     finally:
         for contestant in contestants:

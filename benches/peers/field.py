@@ -66,9 +66,12 @@ class Field:
         argv = [self.python(venv), "-B", HERE / script, "--model", self.model(model), "--threads", self.args.threads]
         return Worker(name, [*argv, *options], self.log, self.preload)
 
-    def trl(self, model, dtype):
+    def trl(self, model, dtype, preload):
+        """Preloaded it is faster, and takes more memory."""
         argv = [self.python("torch"), "-B", HERE / "trl_step.py", "--model", self.model(model), "--dtype", dtype]
-        return Command("trl", lambda request: [*argv, *flags(request)], last_line, self.log, self.preload)
+        libraries = self.preload if preload else ()
+        name = "trl, preloaded" if preload else "trl"
+        return Command(name, lambda request: [*argv, *flags(request)], last_line, self.log, libraries)
 
     def r3(self, bench, model, *options):
         """`r3 bench`, which has a flag for every key of a request."""
@@ -82,7 +85,7 @@ class Field:
         def argv(request):
             batch, prompt, new = request["batch"], request["prompt"], request["new"]
             context = batch * 256 * math.ceil((prompt + new) / 256)  # it rounds each sequence's down to 256
-            # The last line it prints may be lost when it ends, so a sequence by itself follows, whose line nobody reads.
+            # It may end before its last line is printed, so a sequence by itself follows, whose line nobody reads.
             sizes = ["-npp", prompt, "-ntg", new, "-npl", f"{batch},1", "-c", context]
             threads = ["-t", self.args.threads, "-tb", self.args.threads]
             return [self.llamacpp(), "-m", gguf, *sizes, *threads, "--output-format", "jsonl"]

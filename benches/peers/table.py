@@ -10,11 +10,12 @@ def number(value):
     return f"{value:.3g}"
 
 
-def cell(figure):
-    """`median (least to greatest)`."""
+def cell(figure, unit=1):
+    """`median (least to greatest)`, in units of `unit`."""
     if figure is None:
         return ""
-    return f"{number(figure['median'])} ({number(figure['min'])} to {number(figure['max'])})"
+    median, low, high = (number(figure[key] / unit) for key in ("median", "min", "max"))
+    return f"{median} ({low} to {high})"
 
 
 def ratio(ours, theirs):
@@ -76,14 +77,20 @@ def train(rows):
 
 
 def step(rows):
-    """Seconds of a step, seconds to the first one, peak memory: TRL's, r3's, and how many times less ours are."""
+    """Seconds of a step, seconds to the first one, peak memory: TRL's least, r3's, and how many times less ours are."""
     body = []
     for model, dtype in cases(rows, "model", "dtype"):
-        row = [model, dtype]
-        for what, scale in (("step_seconds", 1), ("first_step_seconds", 1), ("peak_memory_bytes", 1e-6)):
-            pair = [find(rows, what, who=who, model=model, dtype=dtype) for who in ("trl", "r3")]
-            scaled = [figure and {key: value * scale for key, value in figure.items()} for figure in pair]
-            row += [*map(cell, scaled), ratio(best([pair[0]]), best([pair[1]]))]
-        body.append(row)
+        here = [row for row in rows if (row["model"], row["dtype"]) == (model, dtype)]
+        line = [model, dtype]
+        for what, unit in (("step_seconds", 1), ("first_step_seconds", 1), ("peak_memory_bytes", 1e6)):
+            theirs = least(row.get(what) for row in here if row["who"] != "r3")
+            ours = least(row.get(what) for row in here if row["who"] == "r3")
+            line += [cell(theirs, unit), cell(ours, unit), ratio(best([theirs]), best([ours]))]
+        body.append(line)
     head = ["model", "dtype", "step, s, TRL", "r3", "TRL / r3", "first step after, s, TRL", "r3", "TRL / r3"]
     return lines([*head, "peak MB, TRL", "r3", "TRL / r3"], body)
+
+
+def least(figures):
+    """The figure with the least median, or None if there is none."""
+    return min((figure for figure in figures if figure), key=lambda figure: figure["median"], default=None)
