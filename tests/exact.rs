@@ -37,7 +37,7 @@ fn cramped(checkpoint: &Checkpoint, dtype: Dtype) -> Engine {
 
 /// Prompts of 2 to 62 tokens, half of which begin alike.
 fn prompt(group: u32) -> GroupRequest {
-    let shared = tokens(1, if group % 2 == 0 { 9 + group } else { 0 });
+    let shared = tokens(1, if group.is_multiple_of(2) { 9 + group } else { 0 });
     let prompt = [shared, tokens(group, 2 + 7 * (group % 6))].concat();
     GroupRequest { max_new_tokens: 6 + 3 * group as usize, ..request(group.into(), prompt, GROUP) }
 }
@@ -48,7 +48,9 @@ fn rollouts(checkpoint: &Checkpoint, dtype: Dtype, n_threads: usize) -> Vec<Roll
         let mut engine = cramped(checkpoint, dtype);
         let begin = |group| engine.submit(&prompt(group)).unwrap().pop();
         let doomed: Vec<SequenceId> = (0..8).filter_map(begin).collect();
-        (0..18).for_each(|_| drop(engine.tick().unwrap()));
+        for _ in 0..18 {
+            engine.tick().unwrap();
+        }
         let n_aborted = doomed.into_iter().filter(|&id| engine.abort(id)).count();
         assert!(n_aborted > 0, "all were done before they could be taken back");
         // These find what the first left in the cache.

@@ -26,6 +26,7 @@ pub mod rms_norm;
 pub mod rope;
 pub mod route_record;
 pub mod router;
+pub mod stream;
 pub mod swiglu;
 
 mod candle_io;

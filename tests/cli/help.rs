@@ -34,7 +34,7 @@ fn the_program() {
       routes     Show, compare and convert files of expert routes, r3's own and other engines'
       new-model  Write a model with random weights
       export     Write a checkpoint as a model that `transformers`, vLLM and SGLang load
-      bench      Measure what capturing routes costs
+      bench      Measure rollout, training, a whole step, kernels, the ring, and the cost of routes
       schema     Print the JSON schema of recipes, for editors, or the reference of every key
       help       Print this message or the help of the given subcommand(s)
 

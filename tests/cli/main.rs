@@ -2,6 +2,7 @@
 //!
 //! Each test runs the program in a directory of its own, with a model of six thousand weights.
 
+mod bench;
 mod bench_help;
 mod directory;
 mod docs;

@@ -23,52 +23,7 @@ pub(crate) const RUN_KEYS: [&str; 11] = [
     "train_tokens_per_second",
 ];
 
-/// The keys that `docs/json.md` promises for the cost of recording routes.
-pub(crate) const BENCH_ROUTES_KEYS: [&str; 21] = [
-    "sequences",
-    "layers",
-    "top_k",
-    "experts",
-    "tokens",
-    "rounds",
-    "bytes_per_tick",
-    "capture_us_per_tick",
-    "capture_us_min",
-    "capture_us_max",
-    "router_us",
-    "pool_us",
-    "trace_us",
-    "memcpy_us",
-    "memcpy_us_min",
-    "memcpy_us_max",
-    "copy_loop_us",
-    "copy_loop_us_min",
-    "copy_loop_us_max",
-    "capture_over_memcpy",
-    "capture_over_copy_loop",
-];
-
-/// The keys that `docs/json.md` promises for two engines.
-pub(crate) const BENCH_ENGINE_KEYS: [&str; 16] = [
-    "sequences",
-    "prompt_tokens",
-    "new_tokens",
-    "rounds",
-    "route_bytes_per_sequence",
-    "tokens_per_second_on",
-    "tokens_per_second_off",
-    "throughput_loss_percent",
-    "throughput_loss_percent_by_round",
-    "first_token_ms_on",
-    "first_token_ms_off",
-    "first_token_delay_percent",
-    "decode_tick_us_on",
-    "decode_tick_us_off",
-    "decode_tick_delay_us",
-    "decode_tick_delay_percent",
-];
-
-fn keys(value: &Value) -> Vec<&str> {
+pub(crate) fn keys(value: &Value) -> Vec<&str> {
     value.as_object().expect("an object").keys().map(String::as_str).collect()
 }
 
@@ -305,46 +260,4 @@ fn quiet_and_verbose_change_what_is_logged_only() {
     assert_eq!(verbose.code, 0, "{}", verbose.stderr);
     assert_eq!(keys(&serde_json::from_str(verbose.stdout.trim()).unwrap()), RUN_KEYS);
     assert_eq!(directory.r3(&["-q", "-v", "check", "recipe.yaml"]).code, 2);
-}
-
-#[test]
-fn benches_end_stdout_with_their_numbers() {
-    let directory = Directory::with_model();
-    let small = [
-        "--sequences",
-        "3",
-        "--layers",
-        "2",
-        "--top-k",
-        "2",
-        "--experts",
-        "300",
-        "--tokens",
-        "4",
-        "--rounds",
-        "2",
-    ];
-    let routes = directory.done_json(&[&["bench", "routes", "--json"], &small[..]].concat());
-    assert_eq!(keys(&routes), BENCH_ROUTES_KEYS);
-    assert_eq!((&routes["rounds"], &routes["bytes_per_tick"]), (&2.into(), &24.into()));
-    assert!(
-        directory.done(&[&["bench", "routes"], &small[..]].concat()).contains("memcpy of the same bytes")
-    );
-    let small = [
-        "--model",
-        "model",
-        "--sequences",
-        "3",
-        "--prompt-tokens",
-        "4",
-        "--new-tokens",
-        "3",
-        "--rounds",
-        "2",
-    ];
-    let engine = directory.done_json(&[&["bench", "engine", "--json"], &small[..]].concat());
-    assert_eq!(keys(&engine), BENCH_ENGINE_KEYS);
-    assert_eq!(keys(&engine["first_token_ms_on"]), ["median", "min", "max"]);
-    assert_eq!((&engine["rounds"], &engine["route_bytes_per_sequence"]), (&2.into(), &24.into()));
-    assert!(directory.done(&[&["bench", "engine"], &small[..]].concat()).contains("tokens/s, routes on"));
 }

@@ -62,6 +62,8 @@ pub(crate) enum CliError {
     TrainerDtype,
     #[error("a layer has {experts} experts, but a token takes {top_k}")]
     TooFewExperts { top_k: u32, experts: u32 },
+    #[error("{completions} completions do not make whole groups of {group_size}")]
+    BrokenGroups { completions: u32, group_size: u32 },
     #[error("cannot start {n_threads} threads")]
     Threads { n_threads: usize, source: rayon::ThreadPoolBuildError },
     #[error("cannot listen for signals")]
@@ -122,6 +124,7 @@ impl CliError {
             Self::Incomparable { source, .. } => source.hint(),
             Self::TrainerDtype => "leave out --dtype, or score with --side engine".into(),
             Self::TooFewExperts { .. } => "raise --experts or lower --top-k".into(),
+            Self::BrokenGroups { .. } => "make --completions a multiple of --group-size".into(),
             Self::Threads { .. } => "ask for fewer with --threads, or raise `ulimit -u`".into(),
             Self::Signals { .. } => "raise `ulimit -n` and `ulimit -u`".into(),
             Self::Stdout { .. } => "free some space where stdout goes".into(),
@@ -142,6 +145,7 @@ impl CliError {
             | Self::LongLine { .. }
             | Self::TwoOnStdout
             | Self::TooFewExperts { .. }
+            | Self::BrokenGroups { .. }
             | Self::RoutesInput { .. }
             | Self::UnknownLayout { .. }
             | Self::UnclearModel { .. }

@@ -59,7 +59,8 @@ pub(crate) fn dataset() -> Dataset {
 pub(crate) fn worker_parts(reward: Arc<dyn Reward>, deadline: Duration) -> (WorkerParts, Reader) {
     let (recipe, model, tokenizer) = (recipe(), model(), tokenizer());
     let (writer, reader) = Ring::create(1 << 20).unwrap();
-    let config = EngineConfig::from_recipe(&recipe.engine, recipe.rollout.dtype, true);
+    let numbers = (recipe.rollout.dtype, recipe.resolved_numerics());
+    let config = EngineConfig::from_recipe(&recipe.engine, numbers, true);
     let engine = Engine::new(config, &model, &FreshWeights::new(&model, 1), PolicyVersion(0)).unwrap();
     let parts = WorkerParts {
         engine,

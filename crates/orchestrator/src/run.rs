@@ -22,7 +22,7 @@ use r3_telemetry::telemetry::{Telemetry, TelemetryConfig};
 use r3_train::batch::Batch;
 use r3_train::checkpoint::{Checkpoints, Position, TrainerState, verify};
 use r3_train::optimiser::AdamWConfig;
-use r3_train::trainer::{StepStats, Trainer};
+use r3_train::trainer::{Stage, StepStats, Trainer};
 
 use crate::error::{RunError, io_at};
 use crate::group_buffer::{GroupBuffer, check_layers, groups};
@@ -152,9 +152,8 @@ impl<'a> Run<'a> {
     /// Checks, loads and connects everything.
     fn start(recipe: &'a Recipe, options: &RunOptions) -> Result<Self, RunError> {
         let began = Instant::now();
-        let out = &recipe.run.out;
-        let checkpoints =
-            Checkpoints::new(out.clone(), recipe.run.keep_last).keeping_best(recipe.run.keep_best);
+        let (run, out) = (&recipe.run, &recipe.run.out);
+        let checkpoints = Checkpoints::new(out.clone(), run.keep_last).keeping_best(run.keep_best);
         let dir = RunDir::lock(out)?;
         let resumed = find_resumed(recipe, &checkpoints, &dir, options)?;
         let model_dir = resumed.as_deref().unwrap_or(&recipe.model.path);
@@ -270,11 +269,13 @@ impl<'a> Run<'a> {
         let batch = Batch::pack(&groups, self.trainer.objective(), setup::limits(self.recipe))?;
         let bar = self.telemetry.progress().bar(BarKind::Train, batch.n_passes() as u64);
         let mut measured = start;
-        let stats = self.trainer.step(&batch, &mut |pass| {
-            bar.add(pass.n_inputs as u64, 1);
-            if !pass.learned {
+        let stats = self.trainer.step(&batch, &mut |pass| match pass.stage {
+            Stage::Measured => {
+                bar.add(pass.n_inputs as u64, 1);
                 measured = Instant::now();
             }
+            Stage::Forward => {}
+            Stage::Learned => bar.add(pass.n_inputs as u64, 1),
         })?;
         drop((batch, groups, frames));
         self.buffer.release();

@@ -255,7 +255,7 @@ const RECORD_OVERHEAD: usize = 128;
 
 /// Bytes of a ring that holds `n_frames` frames of at most `frame_bytes` bytes, wherever in it the first one starts: one
 /// that would wrap leaves the end of the ring unused.
-fn ring_bytes(frame_bytes: usize, n_frames: usize) -> u64 {
+pub(crate) fn ring_bytes(frame_bytes: usize, n_frames: usize) -> u64 {
     frame_bytes.saturating_add(RECORD_OVERHEAD).saturating_mul(n_frames.saturating_add(1)) as u64
 }
 

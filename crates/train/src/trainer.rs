@@ -81,13 +81,24 @@ pub struct ActorStats {
     pub lr: f64,
 }
 
-/// One micro-batch is done: what [`Trainer::step`] tells whoever watches.
+/// How far a micro-batch is: what [`Trainer::step`] tells whoever watches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PassDone {
     /// Tokens it fed to the model.
     pub n_inputs: usize,
-    /// Whether it added to the gradient; if not, it only measured the mismatch, and comes before all that do.
-    pub learned: bool,
+    /// What was done with them.
+    pub stage: Stage,
+}
+
+/// Stages of a micro-batch: it is measured and no more, or it goes forward and is then learned from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Stage {
+    /// A forward measured the mismatch; all of these come before the first update.
+    Measured,
+    /// The forward and its loss are done, the backward follows.
+    Forward,
+    /// Its gradient was added.
+    Learned,
 }
 
 impl Trainer {
@@ -164,7 +175,8 @@ impl Trainer {
     /// forward of their own first. That costs `(mini_steps - 1) / mini_steps` of a forward and nothing with
     /// one mini-step.
     ///
-    /// `progress` hears of every micro-batch, [`Batch::n_passes`] times.
+    /// `progress` hears of every micro-batch that is measured or learned from, [`Batch::n_passes`] times, and of every
+    /// forward in between.
     ///
     /// # Errors
     /// [`TrainError::NonFinite`] names the logprob, loss or gradient that is not finite. The update it would
@@ -185,7 +197,7 @@ impl Trainer {
                 let pass = self.forward(batch, sequences.clone(), true)?;
                 self.old.keep(sequences, &pass.policy_logprobs);
                 account.measured.add(&self.micro, &pass, &self.native);
-                (account.progress)(PassDone { n_inputs: self.micro.n_inputs(), learned: false });
+                (account.progress)(PassDone { n_inputs: self.micro.n_inputs(), stage: Stage::Measured });
             }
         }
         for (index, mini) in batch.mini_steps().iter().enumerate() {
@@ -229,8 +241,10 @@ impl Trainer {
             let inputs = LossInputs::new(&self.micro, old_logprobs, DType::F32)?;
             let tokens = inputs.batch(&pass.output.logprobs, &self.micro);
             let loss = loss(&self.objective, &tokens, denominator)?;
+            let n_inputs = self.micro.n_inputs();
+            (account.progress)(PassDone { n_inputs, stage: Stage::Forward });
             account.actor.loss += self.learner.add_gradient(&loss)?;
-            (account.progress)(PassDone { n_inputs: self.micro.n_inputs(), learned: true });
+            (account.progress)(PassDone { n_inputs, stage: Stage::Learned });
         }
         account.actor.add_update(self.learner.update()?);
         Ok(())

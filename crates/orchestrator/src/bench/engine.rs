@@ -1,329 +1,223 @@
-//! `r3 bench engine`: engines that capture routes and engines that do not, tick by tick in turn over the same requests.
+//! `r3 bench engine`: how fast an engine samples, and what share of the machine that takes.
 
-use std::time::{Duration, Instant};
-
-use r3_core::ids::{GroupId, PolicyVersion, TokenId};
-use r3_engine::config::EngineConfig;
-use r3_engine::engine::{Engine, GroupRequest};
-use r3_engine::sampler::Sampling;
 use r3_kernels::gemm::Dtype;
 use r3_kernels::numerics::Numerics;
-use r3_model::config::ModelConfig;
-use r3_model::source::TensorSource;
-use r3_scheduler::request::Finished;
+use r3_recipe::rollout::Engine as EngineSection;
 use serde::Serialize;
 
 use crate::bench::Spread;
+use crate::bench::cost::ModelCost;
+use crate::bench::machine;
+use crate::bench::serving::{Load, Served, Server};
+use crate::bench::subject::Subject;
 use crate::error::RunError;
-
-/// Slots of a block.
-const BLOCK_TOKENS: usize = 16;
 
 /// What is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EngineSetup {
     /// Sequences, all submitted at once and run together.
-    pub sequences: usize,
+    pub batch: usize,
     /// Tokens of each prompt.
-    pub prompt_tokens: usize,
+    pub prompt: usize,
     /// Tokens that each sequence samples, at least 2, so that there is a tick behind the first.
-    pub new_tokens: usize,
-    /// Rounds, beside one to warm up; in each, two pairs of engines serve all sequences.
+    pub new: usize,
+    /// Rounds, beside one to warm up.
     pub rounds: usize,
     /// Format of weights, keys and values.
     pub dtype: Dtype,
+    /// Whether orders of sums may depend on the batch.
+    pub numerics: Numerics,
+    /// Whether routes are captured and given back.
+    pub routes: bool,
 }
 
-/// Throughput and time to the first token, with routes captured (`on`) and without (`off`).
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+/// Throughput, and how near it is to what the machine can do.
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct EngineBench {
     /// Sequences.
-    pub sequences: usize,
+    pub batch: usize,
     /// Tokens of each prompt.
-    pub prompt_tokens: usize,
+    pub prompt: usize,
     /// Tokens that each sequence samples.
-    pub new_tokens: usize,
+    pub new: usize,
+    /// Format of weights, keys and values.
+    pub dtype: String,
+    /// `exact` or `fast`.
+    pub numerics: &'static str,
+    /// Whether routes are captured.
+    pub routes: bool,
     /// Rounds.
     pub rounds: usize,
-    /// Bytes of routes that each sequence gives back.
-    pub route_bytes_per_sequence: usize,
-    /// Sampled tokens a second, from submission until the last rollout was taken, without the other engine's ticks.
-    pub tokens_per_second_on: Spread,
-    /// The same without routes.
-    pub tokens_per_second_off: Spread,
-    /// How much lower the median is with routes, in percent of that without; negative if it is higher.
-    pub throughput_loss_percent: f64,
-    /// The same, of the two engines in each round.
-    pub throughput_loss_percent_by_round: Spread,
-    /// Milliseconds from submission to the end of the tick that computes all prompts and samples every first token.
-    pub first_token_ms_on: Spread,
-    /// The same without routes.
-    pub first_token_ms_off: Spread,
-    /// How much higher the median is with routes, in percent of that without; negative if it is lower.
-    pub first_token_delay_percent: f64,
-    /// Microseconds of the ticks behind the first, of all rounds: median, lowest and highest.
-    pub decode_tick_us_on: Spread,
-    /// The same without routes.
-    pub decode_tick_us_off: Spread,
-    /// How much longer a tick takes with routes than the same tick without, which was run beside it: the median over all
-    /// such pairs, in microseconds; negative if it is shorter. A machine that is busy now and then moves it less than the
-    /// throughput; the copy of the traces in the last tick hardly counts.
-    pub decode_tick_delay_us: f64,
-    /// The same in percent of the median tick without routes.
-    pub decode_tick_delay_percent: f64,
+    /// Sampled tokens a second, from submission until the last rollout was taken: prompts are computed in that time.
+    pub tokens_per_second: Spread,
+    /// Milliseconds until every prompt is computed.
+    pub prefill_ms: Spread,
+    /// Microseconds of a tick that decodes, over all rounds.
+    pub decode_tick_us: Spread,
+    /// The largest resident memory of the process, in bytes.
+    pub peak_memory_bytes: u64,
+    /// GFLOP/s of the products with weights, over the same time as the throughput.
+    pub gflops: f64,
+    /// GFLOP/s of the machine's fastest large product in this format.
+    pub gemm_peak_gflops: f64,
+    /// `gflops / gemm_peak_gflops`.
+    pub gemm_share: f64,
+    /// GB/s of weights, each that a tick touches counted once.
+    pub gb_per_s: f64,
+    /// GB/s at which the machine reads memory that no cache holds.
+    pub dram_gb_per_s: f64,
+    /// `gb_per_s / dram_gb_per_s`; above 1 where caches hold the weights.
+    pub dram_share: f64,
+    /// The time that each tick takes at least, by the peak or by the memory, whichever is longer, as a share of what the
+    /// ticks took.
+    pub bound_share: f64,
 }
 
 impl EngineBench {
     /// A table for people.
     #[must_use]
     pub fn table(&self) -> String {
-        let Self { sequences, prompt_tokens, new_tokens, rounds, .. } = self;
-        let row = |name: &str, spread: &Spread| {
-            format!("{name:<28}{:>12.2}{:>12.2}{:>12.2}\n", spread.median, spread.min, spread.max)
+        let Self { batch, prompt, new, dtype, numerics, rounds, .. } = self;
+        let routes = if self.routes { "with" } else { "without" };
+        let share = |name: &str, value: f64, of: f64, unit: &str, share: f64| {
+            format!("{name:<28}{value:>12.1}{of:>12.1} {unit:<9}{:>6.1} %\n", share * 100.0)
         };
         [
             format!(
-                "{sequences} sequences of {prompt_tokens} + {new_tokens} tokens, {rounds} rounds on and off\n\
-                 {:<28}{:>12}{:>12}{:>12}\n",
-                "", "median", "min", "max"
+                "{batch} sequences of {prompt} + {new} tokens, {dtype}, {numerics}, {routes} routes, {rounds} rounds\n"
             ),
-            row("tokens/s, routes on", &self.tokens_per_second_on),
-            row("tokens/s, routes off", &self.tokens_per_second_off),
-            row("loss in a round, %", &self.throughput_loss_percent_by_round),
-            row("first token, ms, on", &self.first_token_ms_on),
-            row("first token, ms, off", &self.first_token_ms_off),
-            row("decode tick, us, on", &self.decode_tick_us_on),
-            row("decode tick, us, off", &self.decode_tick_us_off),
-            format!("loss of the medians         {:>12.2} %\n", self.throughput_loss_percent),
-            format!("delay of the first token    {:>12.2} %\n", self.first_token_delay_percent),
-            format!("delay of a decode tick      {:>12.2} %\n", self.decode_tick_delay_percent),
-            format!("                            {:>12.2} us\n", self.decode_tick_delay_us),
+            Spread::heading(),
+            self.tokens_per_second.row("tokens/s"),
+            self.prefill_ms.row("prompts, ms"),
+            self.decode_tick_us.row("decode tick, us"),
+            machine::memory_row(self.peak_memory_bytes),
+            format!("{:<28}{:>12}{:>12}\n", "of the machine", "reached", "possible"),
+            share("products with weights", self.gflops, self.gemm_peak_gflops, "GFLOP/s", self.gemm_share),
+            share("weights read", self.gb_per_s, self.dram_gb_per_s, "GB/s", self.dram_share),
+            format!("{:<52} {:<9}{:>6.1} %\n", "whichever binds", "", self.bound_share * 100.0),
         ]
         .concat()
     }
 }
 
-/// Measures: in every round both engines of a pair serve the same requests, tick by tick in turn, so that what slows the
-/// machine down slows down both. Each is timed for itself. Of two pairs one began with the engine that captures routes, the
-/// other with the one that does not, and medians are over both. There is no prefix cache.
+/// Measures. There is no prefix cache; prompts are computed in ticks of as many tokens as a recipe has by default.
 ///
 /// # Errors
 /// If the weights cannot be loaded or the sequences do not fit the model.
-///
-/// # Panics
-/// If the two engines do not sample the same tokens with the same logprobs, or routes break their contract.
-pub fn measure(
-    model: &ModelConfig,
-    source: &dyn TensorSource,
-    setup: &EngineSetup,
-) -> Result<EngineBench, RunError> {
-    let new = |is_on| Side::new(model, source, setup, is_on);
-    // Where its memory lies is worth a percent or two of an engine's speed, and depends on which was made first.
-    let (mut on_first, mut off_second) = (new(true)?, new(false)?);
-    let (mut off_first, mut on_second) = (new(false)?, new(true)?);
-    let mut served: [Vec<Served>; 2] = [Vec::new(), Vec::new()];
+pub fn measure(subject: &Subject, setup: &EngineSetup) -> Result<EngineBench, RunError> {
+    let load = Load {
+        batch: setup.batch,
+        prompt: setup.prompt,
+        new: setup.new,
+        max_batch_tokens: EngineSection::default().max_batch_tokens.max(setup.batch),
+        dtype: setup.dtype,
+        numerics: setup.numerics,
+    };
+    let mut server = Server::new(subject, load, setup.routes)?;
+    let mut rounds = Vec::new();
     for round in 0..=setup.rounds.max(1) {
-        for pair in [[&mut on_first, &mut off_second], [&mut on_second, &mut off_first]] {
-            let [with, without] = serve(pair, setup, round)?;
-            assert_equal(&with.rollouts, &without.rollouts);
-            // The first round warms up.
-            if round > 0 {
-                served[0].push(with);
-                served[1].push(without);
-            }
+        let mut served = server.submit(round)?;
+        while server.has_work() {
+            server.tick(&mut served)?;
+        }
+        server.take(&mut served);
+        // The first round warms up.
+        if round > 0 {
+            rounds.push(served);
         }
     }
-    Ok(compared(setup, &served))
+    let peak_memory_bytes = machine::peak_memory_bytes();
+    drop(server);
+    let machine = (machine::gemm_peak_gflops(setup.dtype), machine::dram_gb_per_s());
+    let cost = ModelCost::new(&subject.config, setup.dtype, &rounds[0].rollouts);
+    Ok(EngineBench { peak_memory_bytes, ..summary(setup, &rounds, &cost, machine) })
 }
 
-/// One round: all requests go to both sides, which then tick in turn; who goes first changes with every tick.
-fn serve(sides: [&mut Side; 2], setup: &EngineSetup, round: usize) -> Result<[Served; 2], RunError> {
-    let [on, off] = sides;
-    let mut served = [on.submit(setup, round)?, off.submit(setup, round)?];
-    for n_ticks in 0.. {
-        if !on.engine.has_work() && !off.engine.has_work() {
-            break;
-        }
-        let order = if (n_ticks + round).is_multiple_of(2) { [true, false] } else { [false, true] };
-        for is_on in order {
-            match is_on {
-                true => on.tick(setup, n_ticks, &mut served[0])?,
-                false => off.tick(setup, n_ticks, &mut served[1])?,
-            }
-        }
+fn summary(
+    setup: &EngineSetup,
+    rounds: &[Served],
+    cost: &ModelCost,
+    (gemm_peak_gflops, dram_gb_per_s): (f64, f64),
+) -> EngineBench {
+    let n_tokens = (setup.batch * setup.new) as f64;
+    let over = |value: fn(&Served) -> f64| Spread::of(rounds.iter().map(value).collect());
+    let (mut flops, mut bytes, mut least) = (0.0, 0.0, 0.0);
+    for tick in rounds.iter().flat_map(|served| &served.ticks) {
+        let (tick_flops, tick_bytes) =
+            (cost.flops(tick.computed, tick.sampled), cost.bytes(tick.computed, tick.sampled));
+        flops += tick_flops / 1e9;
+        bytes += tick_bytes / 1e9;
+        least += (tick_flops / 1e9 / gemm_peak_gflops).max(tick_bytes / 1e9 / dram_gb_per_s);
     }
-    for (side, served) in [on, off].into_iter().zip(&mut served) {
-        side.take(served);
-    }
-    Ok(served)
-}
-
-fn compared(setup: &EngineSetup, [on, off]: &[Vec<Served>; 2]) -> EngineBench {
-    let n_tokens = (setup.sequences * setup.new_tokens) as f64;
-    let rate = |served: &Served| n_tokens / served.all.as_secs_f64();
-    let first = |served: &Served| served.first_token.as_secs_f64() * 1e3;
-    let loss = |on: f64, off: f64| (1.0 - on / off) * 100.0;
-    let rates = [on, off].map(|side| Spread::of(side.iter().map(rate).collect()));
-    let firsts = [on, off].map(|side| Spread::of(side.iter().map(first).collect()));
-    let ticks = [on, off].map(|side| {
-        let all = side.iter().flat_map(|served| &served.decode_ticks);
-        Spread::of(all.map(|tick| tick.as_secs_f64() * 1e6).collect())
-    });
-    let pairs = on.iter().zip(off).flat_map(|(on, off)| on.decode_ticks.iter().zip(&off.decode_ticks));
-    let delays = pairs.map(|(on, off)| (on.as_secs_f64() - off.as_secs_f64()) * 1e6);
-    let delay = Spread::of(delays.collect()).median;
-    let by_round = on.iter().zip(off).map(|(on, off)| loss(rate(on), rate(off)));
-    let routes = on[0].rollouts[0].routes.as_ref().expect("routes are on");
+    let seconds: f64 = rounds.iter().map(|served| served.all.as_secs_f64()).sum();
+    let (gflops, gb_per_s) = (flops / seconds, bytes / seconds);
     EngineBench {
-        sequences: setup.sequences,
-        prompt_tokens: setup.prompt_tokens,
-        new_tokens: setup.new_tokens,
-        rounds: setup.rounds.max(1),
-        route_bytes_per_sequence: routes.view().bytes().len(),
-        tokens_per_second_on: rates[0],
-        tokens_per_second_off: rates[1],
-        throughput_loss_percent: loss(rates[0].median, rates[1].median),
-        throughput_loss_percent_by_round: Spread::of(by_round.collect()),
-        first_token_ms_on: firsts[0],
-        first_token_ms_off: firsts[1],
-        first_token_delay_percent: -loss(firsts[0].median, firsts[1].median),
-        decode_tick_us_on: ticks[0],
-        decode_tick_us_off: ticks[1],
-        decode_tick_delay_us: delay,
-        decode_tick_delay_percent: delay / ticks[1].median * 100.0,
-    }
-}
-
-/// What one round of one engine gave.
-struct Served {
-    first_token: Duration,
-    /// The ticks behind the first.
-    decode_ticks: Vec<Duration>,
-    all: Duration,
-    /// In the order of their groups.
-    rollouts: Vec<Finished>,
-}
-
-struct Side {
-    engine: Engine,
-    return_routes: Option<usize>,
-}
-
-impl Side {
-    fn new(
-        model: &ModelConfig,
-        source: &dyn TensorSource,
-        setup: &EngineSetup,
-        capture_routes: bool,
-    ) -> Result<Self, RunError> {
-        let mut config = EngineConfig {
-            dtype: setup.dtype,
-            numerics: Numerics::Exact,
-            kv_bytes: 0,
-            block_tokens: BLOCK_TOKENS,
-            // One tick computes all prompts.
-            max_batch_tokens: setup.sequences * setup.prompt_tokens,
-            max_running: setup.sequences,
-            prefix_cache: false,
-            capture_routes,
-        };
-        let blocks = (setup.prompt_tokens + setup.new_tokens).div_ceil(BLOCK_TOKENS) + 1;
-        config.kv_bytes = config.block_bytes(model) * (setup.sequences * blocks) as u64;
-        let engine = Engine::new(config, model, source, PolicyVersion(0))?;
-        Ok(Self { engine, return_routes: capture_routes.then_some(0) })
-    }
-
-    fn submit(&mut self, setup: &EngineSetup, round: usize) -> Result<Served, RunError> {
-        let vocab_size = self.engine.model().vocab_size;
-        let requests: Vec<GroupRequest> = (0..setup.sequences)
-            .map(|at| self.request(setup, prompt(at, setup.prompt_tokens, vocab_size), (round, at)))
-            .collect();
-        let start = Instant::now();
-        for request in &requests {
-            self.engine.submit(request)?;
-        }
-        let (decode_ticks, rollouts) = (Vec::with_capacity(setup.new_tokens), Vec::new());
-        Ok(Served { first_token: Duration::ZERO, decode_ticks, all: start.elapsed(), rollouts })
-    }
-
-    fn tick(&mut self, setup: &EngineSetup, n_ticks: usize, served: &mut Served) -> Result<(), RunError> {
-        let start = Instant::now();
-        let ticked = self.engine.tick()?;
-        let seconds = start.elapsed();
-        served.all += seconds;
-        if n_ticks == 0 {
-            assert_eq!(ticked.sampled_tokens, setup.sequences, "the first tick samples every first token");
-            served.first_token = served.all;
-        } else {
-            served.decode_ticks.push(seconds);
-        }
-        Ok(())
-    }
-
-    fn take(&mut self, served: &mut Served) {
-        let start = Instant::now();
-        served.rollouts.extend(std::iter::from_fn(|| self.engine.take_finished()));
-        served.all += start.elapsed();
-        served.rollouts.sort_by_key(|rollout| rollout.group);
-    }
-
-    fn request(
-        &self,
-        setup: &EngineSetup,
-        prompt: Vec<TokenId>,
-        (round, at): (usize, usize),
-    ) -> GroupRequest {
-        GroupRequest {
-            group: GroupId(at as u64),
-            prompt: prompt.into(),
-            size: 1,
-            max_new_tokens: setup.new_tokens,
-            stop_tokens: [].into(),
-            sampling: Sampling { temperature: 1.0, ..Sampling::GREEDY },
-            seed: round as u64,
-            return_routes: self.return_routes,
-        }
-    }
-}
-
-/// A prompt of its own for each sequence, of tokens the model has.
-fn prompt(sequence: usize, n_tokens: usize, vocab_size: usize) -> Vec<TokenId> {
-    let token = |at: usize| u32::try_from((sequence * 31 + at * 7 + at * at) % vocab_size).unwrap_or(0);
-    (0..n_tokens).map(|at| TokenId(token(at))).collect()
-}
-
-/// Capturing routes must change nothing but that there are routes.
-fn assert_equal(on: &[Finished], off: &[Finished]) {
-    assert_eq!(on.len(), off.len());
-    for (on, off) in on.iter().zip(off) {
-        assert_eq!(on.tokens, off.tokens, "group {}: the tokens depend on the capture", on.group);
-        let bits = |rollout: &Finished| -> Vec<u32> {
-            rollout.rollout_logprobs.iter().map(|logprob| logprob.to_bits()).collect()
-        };
-        assert_eq!(bits(on), bits(off), "group {}: the logprobs depend on the capture", on.group);
-        let routes = on.routes.as_ref().expect("routes are on").view();
-        assert_eq!(routes.check(on.tokens.len() - 1), Ok(()), "group {}", on.group);
-        assert!(off.routes.is_none());
+        batch: setup.batch,
+        prompt: setup.prompt,
+        new: setup.new,
+        dtype: setup.dtype.to_string(),
+        numerics: match setup.numerics {
+            Numerics::Exact => "exact",
+            Numerics::Fast => "fast",
+        },
+        routes: setup.routes,
+        rounds: rounds.len(),
+        tokens_per_second: Spread::of(
+            rounds.iter().map(|served| n_tokens / served.all.as_secs_f64()).collect(),
+        ),
+        prefill_ms: over(|served| served.prefill_seconds() * 1e3),
+        decode_tick_us: Spread::of(rounds.iter().flat_map(Served::decode_seconds).map(|s| s * 1e6).collect()),
+        peak_memory_bytes: 0,
+        gflops,
+        gemm_peak_gflops,
+        gemm_share: gflops / gemm_peak_gflops,
+        gb_per_s,
+        dram_gb_per_s,
+        dram_share: gb_per_s / dram_gb_per_s,
+        bound_share: least / seconds,
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use r3_model::init::FreshWeights;
-
     use super::*;
     use crate::fixtures;
 
     #[test]
-    fn both_engines_sample_the_same_and_only_one_has_routes() {
-        let model = fixtures::model();
-        let setup =
-            EngineSetup { sequences: 3, prompt_tokens: 4, new_tokens: 5, rounds: 2, dtype: Dtype::Bf16 };
-        let measured = measure(&model, &FreshWeights::new(&model, 1), &setup).unwrap();
-        assert_eq!(measured.rounds, 2);
-        assert_eq!(measured.route_bytes_per_sequence, 8 * model.route_dims().row_bytes());
-        assert!(measured.decode_tick_us_on.min > 0.0 && measured.decode_tick_us_off.min > 0.0);
-        assert!(measured.first_token_ms_off.min > 0.0 && measured.tokens_per_second_on.min > 0.0);
-        assert!(measured.table().contains("delay of the first token"), "{}", measured.table());
+    fn every_sequence_is_sampled_to_its_end_and_shares_add_up() {
+        let subject = Subject::fresh(&fixtures::model_dir()).unwrap();
+        for routes in [true, false] {
+            let setup = EngineSetup {
+                batch: 3,
+                prompt: 4,
+                new: 5,
+                rounds: 2,
+                dtype: Dtype::Bf16,
+                numerics: Numerics::Exact,
+                routes,
+            };
+            let measured = measure(&subject, &setup).unwrap();
+            assert_eq!((measured.rounds, measured.routes), (2, routes));
+            assert!(measured.tokens_per_second.min > 0.0 && measured.decode_tick_us.min > 0.0);
+            assert!(measured.peak_memory_bytes > 1 << 20);
+            assert!(measured.bound_share >= measured.gemm_share.max(measured.dram_share) * 0.99);
+            assert!(measured.table().contains("whichever binds"), "{}", measured.table());
+        }
+    }
+
+    #[test]
+    fn sequences_that_the_model_cannot_place_are_refused() {
+        let subject = Subject::fresh(&fixtures::model_dir()).unwrap();
+        let new = subject.config.max_positions;
+        let setup = EngineSetup {
+            batch: 1,
+            prompt: 1,
+            new,
+            rounds: 1,
+            dtype: Dtype::F32,
+            numerics: Numerics::Fast,
+            routes: true,
+        };
+        assert!(measure(&subject, &setup).is_err());
     }
 }

@@ -32,7 +32,8 @@ impl Rollouts {
     /// Five of eight to sixteen sequences run at once, so that refits find some running, some waiting and some whole.
     fn of(in_flight: InFlight, retries: Retries) -> Self {
         let (mut parts, ring) = worker_parts(Arc::new(ExactMatch), Duration::from_secs(60));
-        let config = EngineConfig::from_recipe(&recipe().engine, recipe().rollout.dtype, true);
+        let numbers = (recipe().rollout.dtype, recipe().resolved_numerics());
+        let config = EngineConfig::from_recipe(&recipe().engine, numbers, true);
         let config = EngineConfig { max_running: 5, max_batch_tokens: 16, block_tokens: 4, ..config };
         let weights = FreshWeights::new(&model(), 1);
         parts.engine = Engine::new(config, &model(), &weights, PolicyVersion(0)).unwrap();

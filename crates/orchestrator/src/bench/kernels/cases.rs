@@ -1,0 +1,323 @@
+//! Ops with their shapes, their inputs, and what they have to compute and move at least.
+
+use std::hint::black_box;
+
+use r3_kernels::adamw::{AdamwStep, adamw};
+use r3_kernels::attention::{Heads, KvCache, PagedSequence, packed_attention, paged_attention};
+use r3_kernels::experts::{self, ExpertDims, ExpertScratch, Experts, Routed};
+use r3_kernels::gemm::{Dtype, PackedMatrix, matmul};
+use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
+use r3_kernels::logprob::chosen_logprobs;
+use r3_kernels::rms_norm::rms_norm;
+use r3_kernels::rope::{RopeTable, rope};
+use r3_kernels::router::{Choice, RouterConfig, Routing, choose, gates};
+use r3_kernels::swiglu::silu_mul;
+
+/// One op at one shape.
+pub(super) struct Case {
+    /// Its sizes.
+    pub(super) shape: String,
+    /// Format of weights, or of keys and values.
+    pub(super) dtype: Dtype,
+    /// Floating-point operations of its products.
+    pub(super) flops: f64,
+    /// Bytes that have to be read at least.
+    pub(super) bytes: f64,
+    /// Bytes that are touched before any of them is touched again.
+    pub(super) working_set: usize,
+    /// Runs it once.
+    pub(super) call: Box<dyn FnMut()>,
+}
+
+impl Case {
+    /// A case that touches the same memory with every call.
+    fn new(
+        shape: String,
+        dtype: Dtype,
+        (flops, bytes): (usize, usize),
+        call: impl FnMut() + 'static,
+    ) -> Self {
+        let call = Box::new(call);
+        Self { shape, dtype, flops: flops as f64, bytes: bytes as f64, working_set: bytes, call }
+    }
+}
+
+/// The cases of an op, made when they are wanted.
+type Make = fn() -> Vec<Case>;
+
+/// Every op, in the order in which a layer runs them.
+pub(super) const OPS: [(&str, Make); 14] = [
+    ("gemm", gemm),
+    ("gemm_from_memory", gemm_from_memory),
+    ("rms_norm", norm),
+    ("rope", rotary),
+    ("paged_attention", paged),
+    ("packed_attention", packed),
+    ("router_choose", router_choose),
+    ("router_gates", router_gates),
+    ("experts", moe),
+    ("silu_mul", swiglu),
+    ("logprobs", logprobs),
+    ("lm_head", head),
+    ("adamw", optimiser),
+    ("cast_and_pack", cast),
+];
+
+const DTYPES: [Dtype; 2] = [Dtype::F32, Dtype::Bf16];
+/// Tokens of decoding steps, and of a training step.
+const TOKENS: [usize; 4] = [1, 8, 64, 2048];
+const F32: usize = size_of::<f32>();
+
+fn element(dtype: Dtype) -> usize {
+    match dtype {
+        Dtype::F32 => F32,
+        Dtype::Bf16 => F32 / 2,
+    }
+}
+
+/// `n` numbers in `[-1, 1)` without a pattern that a kernel could profit from.
+fn noise(n: usize) -> Vec<f32> {
+    let mut state = 0x9e37_79b9_u32;
+    let next = || {
+        // Marsaglia's xorshift32.
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        (state >> 8) as f32 / (1_u32 << 23) as f32 - 1.0
+    };
+    std::iter::repeat_with(next).take(n).collect()
+}
+
+fn pairs<A: Copy, B: Copy>(a: &[A], b: &[B]) -> Vec<(A, B)> {
+    a.iter().flat_map(|&a| b.iter().map(move |&b| (a, b))).collect()
+}
+
+fn gemm() -> Vec<Case> {
+    let (n, k) = (768, 768);
+    let case = |(dtype, t): (Dtype, usize)| {
+        let (x, w) = (noise(t * k), PackedMatrix::pack(&noise(n * k), n, k, dtype));
+        let mut y = vec![0.0; t * n];
+        let costs = (2 * t * n * k, n * k * element(dtype) + t * k * F32);
+        Case::new(format!("[{t}, {k}] x [{n}, {k}]"), dtype, costs, move || {
+            matmul(black_box(&x), &w, None, black_box(&mut y));
+        })
+    };
+    pairs(&DTYPES, &[1, 8, 64, 256, 2048]).into_iter().map(case).collect()
+}
+
+/// Weights that no cache holds: as many matrices as it takes, in turn.
+fn gemm_from_memory() -> Vec<Case> {
+    let (n, k) = (2304, 768);
+    let case = |(dtype, t): (Dtype, usize)| {
+        let bytes = n * k * element(dtype);
+        let n_matrices = (128 << 20) / bytes;
+        let packed = PackedMatrix::pack(&noise(n * k), n, k, dtype);
+        let matrices = vec![packed; n_matrices];
+        let (x, mut y, mut at) = (noise(t * k), vec![0.0; t * n], 0);
+        let costs = (2 * t * n * k, bytes + t * k * F32);
+        let case = Case::new(format!("[{t}, {k}] x [{n}, {k}]"), dtype, costs, move || {
+            at = (at + 1) % n_matrices;
+            matmul(black_box(&x), &matrices[at], None, black_box(&mut y));
+        });
+        Case { working_set: bytes * n_matrices, ..case }
+    };
+    pairs(&DTYPES, &[1, 8, 64]).into_iter().map(case).collect()
+}
+
+fn norm() -> Vec<Case> {
+    let width = 768;
+    let case = |t: usize| {
+        let (x, weight, mut y) = (noise(t * width), noise(width), vec![0.0; t * width]);
+        Case::new(format!("[{t}, {width}]"), Dtype::F32, (0, t * width * F32), move || {
+            rms_norm(black_box(&x), &weight, 1e-6, black_box(&mut y));
+        })
+    };
+    TOKENS.map(case).into()
+}
+
+fn rotary() -> Vec<Case> {
+    let (heads, head_dim) = (8, 64);
+    let case = |t: usize| {
+        let (mut x, positions) = (noise(t * heads * head_dim), (0u32..).take(t).collect::<Vec<_>>());
+        let table = RopeTable::new(1e6, head_dim, t);
+        let costs = (0, t * heads * head_dim * F32);
+        Case::new(format!("[{t}, {heads}, {head_dim}]"), Dtype::F32, costs, move || {
+            rope(black_box(&mut x), &positions, &table);
+        })
+    };
+    TOKENS.map(case).into()
+}
+
+const HEADS: Heads = Heads { n_heads: 16, n_kv_heads: 4, head_dim: 64 };
+const BLOCK_TOKENS: usize = 16;
+
+/// Decoding: one query a sequence, over a context of which each sequence has its own.
+fn paged() -> Vec<Case> {
+    let Heads { n_heads, n_kv_heads, head_dim } = HEADS;
+    let case = |(dtype, (sequences, context)): (Dtype, (usize, usize))| {
+        let n_slots = sequences * context;
+        let mut cache = KvCache::new(1, n_slots, HEADS, dtype);
+        let slots: Vec<u32> = (0u32..).take(n_slots).collect();
+        let kv = noise(n_slots * n_kv_heads * head_dim);
+        cache.write(0, &slots, &kv, &kv);
+        let q = noise(sequences * n_heads * head_dim);
+        let mut out = vec![0.0; q.len()];
+        let blocks: Vec<u32> = (0u32..).take(n_slots / BLOCK_TOKENS).collect();
+        let costs = (4 * n_slots * n_heads * head_dim, 2 * n_slots * n_kv_heads * head_dim * element(dtype));
+        Case::new(format!("{sequences} sequences, context {context}"), dtype, costs, move || {
+            let tables = blocks.chunks_exact(context / BLOCK_TOKENS);
+            let tables: Vec<_> =
+                tables.map(|blocks| PagedSequence { n_queries: 1, start: context - 1, blocks }).collect();
+            paged_attention(black_box(&q), &cache, (0, BLOCK_TOKENS), &tables, black_box(&mut out));
+        })
+    };
+    pairs(&DTYPES, &[(1, 1024), (64, 160), (64, 1024)]).into_iter().map(case).collect()
+}
+
+/// Training: every query of every sequence.
+fn packed() -> Vec<Case> {
+    let Heads { n_heads, n_kv_heads, head_dim } = HEADS;
+    let case = |(sequences, length): (usize, usize)| {
+        let t = sequences * length;
+        let (q, kv) = (noise(t * n_heads * head_dim), noise(t * n_kv_heads * head_dim));
+        let (mut out, lengths) = (vec![0.0; q.len()], vec![length; sequences]);
+        let pairs = sequences * length * (length + 1) / 2;
+        let costs = (4 * pairs * n_heads * head_dim, (q.len() + 2 * kv.len()) * F32);
+        Case::new(format!("{sequences} sequences of {length}"), Dtype::F32, costs, move || {
+            packed_attention(black_box(&q), (&kv, &kv), &lengths, HEADS, black_box(&mut out));
+        })
+    };
+    [(8, 256), (32, 64)].map(case).into()
+}
+
+const ROUTER: RouterConfig = RouterConfig { n_experts: 64, top_k: 8, norm_topk_prob: true };
+
+fn router_shape(t: usize) -> String {
+    format!("[{t}, {}], top {}", ROUTER.n_experts, ROUTER.top_k)
+}
+
+fn router_choose() -> Vec<Case> {
+    let case = |t: usize| {
+        let (scores, mut choice) = (noise(t * ROUTER.n_experts), Choice::empty());
+        let bytes = t * ROUTER.n_experts * F32;
+        Case::new(router_shape(t), Dtype::F32, (0, bytes), move || {
+            choose(black_box(&scores), ROUTER, 0, &mut Routing::Free, black_box(&mut choice));
+        })
+    };
+    TOKENS.map(case).into()
+}
+
+fn router_gates() -> Vec<Case> {
+    let case = |t: usize| {
+        let (scores, mut choice) = (noise(t * ROUTER.n_experts), Choice::empty());
+        choose(&scores, ROUTER, 0, &mut Routing::Free, &mut choice);
+        let mut out = vec![0.0; t * ROUTER.top_k];
+        let bytes = t * ROUTER.top_k * (F32 + size_of::<u16>());
+        Case::new(router_shape(t), Dtype::F32, (0, bytes), move || {
+            gates(black_box(&scores), ROUTER, &choice, black_box(&mut out));
+        })
+    };
+    TOKENS.map(case).into()
+}
+
+/// Bytes of weights count once for each expert that some token takes.
+fn moe() -> Vec<Case> {
+    let dims = ExpertDims { n_experts: 32, width: 512, inter: 256 };
+    let config = RouterConfig { n_experts: dims.n_experts, top_k: 4, norm_topk_prob: true };
+    let case = |(dtype, t): (Dtype, usize)| {
+        let expert = 3 * dims.width * dims.inter;
+        let gate_up = noise(dims.n_experts * 2 * dims.inter * dims.width);
+        let experts = Experts::pack(&gate_up, &gate_up[..gate_up.len() / 2], dims, dtype);
+        let (scores, x) = (noise(t * dims.n_experts), noise(t * dims.width));
+        let (mut choice, mut weights) = (Choice::empty(), vec![0.0; t * config.top_k]);
+        choose(&scores, config, 0, &mut Routing::Free, &mut choice);
+        gates(&scores, config, &choice, &mut weights);
+        let touched = (0..dims.n_experts).filter(|&e| choice.ids().iter().any(|&id| usize::from(id) == e));
+        let bytes = touched.count() * expert * element(dtype) + x.len() * F32;
+        let (mut scratch, mut y) = (ExpertScratch::default(), vec![0.0; x.len()]);
+        let shape =
+            format!("[{t}, {}], {} of {}, I {}", dims.width, config.top_k, dims.n_experts, dims.inter);
+        Case::new(shape, dtype, (2 * t * config.top_k * expert, bytes), move || {
+            let routed = Routed { choice: &choice, gates: &weights };
+            experts::forward(black_box(&x), routed, &experts, &mut scratch, black_box(&mut y));
+        })
+    };
+    pairs(&DTYPES, &TOKENS).into_iter().map(case).collect()
+}
+
+fn swiglu() -> Vec<Case> {
+    let inter = 768;
+    let case = |t: usize| {
+        let (gate_up, mut out) = (noise(t * 2 * inter), vec![0.0; t * inter]);
+        Case::new(format!("[{t}, {}]", 2 * inter), Dtype::F32, (0, 2 * t * inter * F32), move || {
+            silu_mul(black_box(&gate_up), inter, black_box(&mut out));
+        })
+    };
+    TOKENS.map(case).into()
+}
+
+/// Of logits, as the engine takes them.
+fn logprobs() -> Vec<Case> {
+    let case = |(t, vocab): (usize, usize)| {
+        let (logits, targets, mut chosen) = (noise(t * vocab), vec![1_u32; t], vec![0.0; t]);
+        Case::new(format!("[{t}, {vocab}]"), Dtype::F32, (0, t * vocab * F32), move || {
+            chosen_logprobs(black_box(&logits), &targets, 1.0, black_box(&mut chosen));
+        })
+    };
+    [(64, 2048), (64, 32_768)].map(case).into()
+}
+
+/// Logprobs and entropies of hidden states, as the trainer takes them.
+fn head() -> Vec<Case> {
+    let (width, vocab) = (512, 4096);
+    let case = |(dtype, t): (Dtype, usize)| {
+        let (hidden, ids) = (noise(t * width), vec![1_u32; t]);
+        let packed = PackedMatrix::pack(&noise(vocab * width), vocab, width, dtype);
+        let mut scores = [vec![0.0; t], vec![0.0; t], vec![0.0; t]];
+        let costs = (2 * t * width * vocab, vocab * width * element(dtype) + t * width * F32);
+        Case::new(format!("[{t}, {width}] x [{vocab}, {width}]"), dtype, costs, move || {
+            let [logprobs, entropies, target_logits] = black_box(&mut scores);
+            let targets = Targets { ids: &ids, temperature: 1.0 };
+            head_logprobs(
+                black_box(&hidden),
+                &packed,
+                targets,
+                Scores { logprobs, entropies, target_logits },
+            );
+        })
+    };
+    pairs(&DTYPES, &[64, 2048]).into_iter().map(case).collect()
+}
+
+fn optimiser() -> Vec<Case> {
+    let step = AdamwStep {
+        lr: 1e-6,
+        beta1: 0.9,
+        beta2: 0.999,
+        eps: 1e-8,
+        weight_decay: 0.0,
+        step: 10,
+        grad_scale: 1.0,
+    };
+    let case = |n: usize| {
+        let (mut param, grad) = (noise(n), noise(n));
+        let (mut m, mut v) = (vec![0.0; n], vec![0.0; n]);
+        Case::new(format!("[{n}]"), Dtype::F32, (0, 4 * n * F32), move || {
+            adamw(black_box(&mut param), &grad, black_box(&mut m), black_box(&mut v), &step);
+        })
+    };
+    [1 << 18, 1 << 23].map(case).into()
+}
+
+/// A refit's share: f32 weights, rounded if need be, into the layout of products.
+fn cast() -> Vec<Case> {
+    let case = |(dtype, n): (Dtype, usize)| {
+        let k = 768;
+        let w = noise(n * k);
+        let mut packed = PackedMatrix::pack(&w, n, k, dtype);
+        Case::new(format!("[{n}, {k}]"), dtype, (0, n * k * F32), move || {
+            packed.repack(black_box(&w));
+        })
+    };
+    pairs(&DTYPES, &[768, 16_384]).into_iter().map(case).collect()
+}

@@ -1,0 +1,136 @@
+//! Benches: each ends stdout with the keys that its page lists, and with a table for people.
+
+use serde_json::Value;
+
+use crate::directory::Directory;
+use crate::docs::{page, table_keys};
+use crate::results::keys;
+
+/// What `r3 bench` says with `arguments`, as JSON; the same without `--json` has to contain `row`.
+fn bench(arguments: &[&str], row: &str) -> Value {
+    let directory = Directory::with_model();
+    let command = [&["bench"], arguments].concat();
+    let table = directory.done(&command);
+    assert!(table.contains(row), "{table}");
+    directory.done_json(&[&command[..], &["--json"]].concat())
+}
+
+fn assert_documented(measured: &Value, title: &str) {
+    assert_eq!(keys(measured), table_keys(&page("json.md"), title), "{title}");
+}
+
+#[test]
+fn engine() {
+    let small =
+        ["engine", "--model", "model", "--batch", "3", "--prompt", "4", "--new", "3", "--rounds", "2"];
+    let measured = bench(&small, "whichever binds");
+    assert_documented(&measured, "`r3 bench engine --json`");
+    assert_eq!(
+        (&measured["batch"], &measured["dtype"], &measured["routes"]),
+        (&3.into(), &"bf16".into(), &true.into())
+    );
+}
+
+#[test]
+fn a_configuration_is_measured_without_a_model() {
+    let small = [
+        "engine",
+        "--config",
+        "config.json",
+        "--batch",
+        "2",
+        "--new",
+        "2",
+        "--rounds",
+        "1",
+        "--routes",
+        "off",
+    ];
+    assert_eq!(bench(&small, "without routes")["routes"], false);
+    let directory = Directory::empty();
+    let ended = directory.r3(&["bench", "engine", "--config", "none.json"]);
+    assert_eq!(ended.code, 2, "{}", ended.stderr);
+    let ended = directory.r3(&["bench", "engine", "--config", ".", "--model", "model"]);
+    assert_eq!(ended.code, 2, "{}", ended.stderr);
+}
+
+#[test]
+fn train() {
+    let small = ["train", "--model", "model", "--sequences", "3", "--length", "5", "--rounds", "2"];
+    let measured = bench(&small, "AdamW, ms");
+    assert_documented(&measured, "`r3 bench train --json`");
+    assert_eq!((&measured["sequences"], &measured["dtype"]), (&3.into(), &"f32".into()));
+}
+
+#[test]
+fn step() {
+    let small = [
+        "step",
+        "--model",
+        "model",
+        "--completions",
+        "4",
+        "--group-size",
+        "2",
+        "--new",
+        "3",
+        "--rounds",
+        "1",
+    ];
+    let measured = bench(&small, "refit");
+    assert_documented(&measured, "`r3 bench step --json`");
+    assert!(measured["first_step_seconds"].is_number() && measured["step_seconds"].as_f64().unwrap() > 0.0);
+    let ended = Directory::with_model().r3(&["bench", "step", "--model", "model", "--completions", "9"]);
+    assert_eq!(ended.code, 2);
+    assert_eq!(
+        ended.stderr,
+        "error: 9 completions do not make whole groups of 8\n\nhint: make --completions a multiple of --group-size\n"
+    );
+}
+
+#[test]
+fn kernels() {
+    let measured = bench(&["kernels", "rope", "--rounds", "1"], "GFLOP/s");
+    assert_documented(&measured, "`r3 bench kernels --json`");
+    assert_eq!(keys(&measured["gemm_peak_gflops"]), ["f32", "bf16"]);
+    let page = page("json.md");
+    for key in keys(&measured["cases"][0]) {
+        assert!(page.contains(&format!("`{key}`")), "{key}");
+    }
+}
+
+#[test]
+fn ring() {
+    let measured = bench(&["ring", "--frames", "5", "--tokens", "8", "--rounds", "1"], "memcpy, GB/s");
+    assert_documented(&measured, "`r3 bench ring --json`");
+}
+
+#[test]
+fn routes() {
+    let small = [
+        "--sequences",
+        "3",
+        "--layers",
+        "2",
+        "--top-k",
+        "2",
+        "--experts",
+        "300",
+        "--tokens",
+        "4",
+        "--rounds",
+        "2",
+    ];
+    let measured = bench(&[&["routes"], &small[..]].concat(), "memcpy of the same bytes");
+    assert_documented(&measured, "`r3 bench routes --json`");
+    assert_eq!((&measured["rounds"], &measured["bytes_per_tick"]), (&2.into(), &24.into()));
+}
+
+#[test]
+fn engines_with_and_without_routes() {
+    let small =
+        ["routes", "--model", "model", "--sequences", "3", "--prompt", "4", "--new", "3", "--rounds", "2"];
+    let measured = bench(&small, "tokens/s, routes on");
+    assert_documented(&measured, "`r3 bench routes --model DIR --json`");
+    assert_eq!((&measured["rounds"], &measured["route_bytes_per_sequence"]), (&2.into(), &24.into()));
+}
