@@ -11,8 +11,8 @@ use super::kernel::Rows;
 use super::{Job, KvCache, PagedSequence, SCRATCH, Table, attend_job, paged_attention};
 use crate::parallel::{self, Disjoint};
 
-/// Positions that are worth a part of their own.
-const MIN_PART: usize = 512;
+/// Positions that are worth a part of their own: fewer take less time than it takes to put parts together.
+const MIN_PART: usize = 2048;
 
 thread_local! {
     /// Results of all parts, kept so that calls do not allocate.
@@ -20,7 +20,7 @@ thread_local! {
 }
 
 /// [`paged_attention`] in the order that keeps the threads busy: its own, unless every sequence has one query and their
-/// tasks are fewer than the threads or spread unevenly over them.
+/// tasks are few and spread unevenly over the threads.
 ///
 /// # Panics
 /// As [`paged_attention`].
@@ -40,7 +40,9 @@ pub fn split_attention(
 /// Parts of each task.
 fn n_parts(sequences: &[PagedSequence<'_>], n_kv_heads: usize) -> usize {
     let (n_threads, n_tasks) = (rayon::current_num_threads(), sequences.len() * n_kv_heads);
-    if n_tasks == 0 || n_tasks.is_multiple_of(n_threads) || sequences.iter().any(|s| s.n_queries != 1) {
+    // With more tasks, an uneven rest costs less than cutting all of them.
+    let uneven = n_tasks < 2 * n_threads && !n_tasks.is_multiple_of(n_threads);
+    if !uneven || sequences.iter().any(|s| s.n_queries != 1) {
         return 1;
     }
     let longest = sequences.iter().map(|sequence| sequence.start + 1).max().unwrap_or(0);
@@ -164,7 +166,7 @@ mod tests {
     #[test]
     fn parts_together_are_the_whole() {
         let heads = Heads { n_heads: 3, n_kv_heads: 1, head_dim: 20 };
-        for (lengths, n_threads) in [(&[2100][..], 2), (&[1500, 7, 900], 2), (&[530, 1031], 3)] {
+        for (lengths, n_threads) in [(&[5000][..], 2), (&[4900, 7, 4200], 2), (&[2500, 4097], 3)] {
             let [exact, fast] = both_orders(heads, lengths, n_threads);
             assert_ne!(bits(&exact), bits(&fast), "{lengths:?} were cut");
             for (exact, fast) in exact.into_iter().zip(fast) {
@@ -176,7 +178,9 @@ mod tests {
     #[test]
     fn what_keeps_the_threads_busy_is_not_cut() {
         let heads = Heads { n_heads: 4, n_kv_heads: 2, head_dim: 16 };
-        for (lengths, n_threads) in [(&[2100][..], 2), (&[1000, 1000, 900], 2), (&[500], 4), (&[2100], 1)] {
+        for (lengths, n_threads) in
+            [(&[5000][..], 2), (&[4200, 4200, 7, 7, 7], 4), (&[2000], 3), (&[5000], 1)]
+        {
             let [exact, fast] = both_orders(heads, lengths, n_threads);
             assert_eq!(bits(&exact), bits(&fast), "{lengths:?}");
         }
