@@ -3,14 +3,15 @@
 //! Tokens are sorted by expert, each expert runs two packed products over its rows, and every token adds up its
 //! `K` results *in router order*, weighted by its gates. A token's result depends on that token alone, to the bit.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-use crate::gemm::{Dtype, PackedMatrix, Rows, multiply_in, round_rows};
+use crate::gemm::{Dtype, PackedMatrix, Product, Rows, round_rows};
 use crate::parallel::{self, Disjoint};
 use crate::router::Choice;
-use crate::swiglu::silu_mul_rows;
+use crate::swiglu::{rounded_silu_mul_rows, silu_mul_rows};
+use crate::team;
 
 mod dispatch;
 mod grouped;
@@ -123,8 +124,10 @@ pub struct Routed<'a> {
 #[derive(Debug, Default)]
 pub struct ExpertScratch {
     dispatch: Dispatch,
-    /// One per thread, behind a lock that is never waited for.
-    workers: Vec<Mutex<Worker>>,
+    /// `[T, D]` rounded, in pairs, for bf16 experts.
+    tokens: Vec<u32>,
+    /// One per thread.
+    workers: Vec<Worker>,
     /// `[T K, D]`: answers, sorted by expert.
     out: Vec<f32>,
 }
@@ -149,20 +152,31 @@ pub fn forward(x: &[f32], routed: Routed<'_>, experts: &Experts, scratch: &mut E
     assert_eq!(choice.n_experts(), n_experts, "the choice is among these experts");
 
     scratch.fit(choice, experts);
-    let ExpertScratch { dispatch, workers, out } = scratch;
-    let (segments, parts) = (dispatch.segments(), Disjoint::new(&mut out[..n_pairs * width]));
+    let ExpertScratch { dispatch, tokens, workers, out } = scratch;
+    let x = match experts.dtype() {
+        Dtype::F32 => Rows::F32(x),
+        Dtype::Bf16 => {
+            round_rows(x, width, tokens);
+            Rows::Bf16(tokens)
+        }
+    };
+    let segments = dispatch.segments();
     // Either segments run side by side, each on one thread, or, if they are too few for that, one after the other
     // with their products spread over the threads.
     let is_worth_it = parallel::task_count(n_pairs * 3 * inter * width) > 1;
-    let side_by_side = is_worth_it && segments.len() >= workers.len();
+    let side_by_side = is_worth_it && segments.len() >= team::n_threads();
+    // Threads take turns, more or less: the segment after the next ones is this thread's.
+    let stride = if side_by_side { team::n_threads() } else { 1 };
+    let (parts, workers) = (Disjoint::new(&mut out[..n_pairs * width]), Disjoint::new(workers));
     parallel::spread(segments.len(), side_by_side, |i| {
-        let segment = &segments[i];
+        let (segment, member) = (&segments[i], team::member());
         // SAFETY: segments share no row, and each is visited once.
         let out = unsafe { parts.part(segment.rows.start * width..segment.rows.end * width) };
-        let worker = &workers[rayon::current_thread_index().unwrap_or(0)];
-        let mut worker = worker.lock().unwrap_or_else(PoisonError::into_inner);
-        dispatch.gather(x, width, segment.rows.clone(), &mut worker.rows[..segment.rows.len() * width]);
-        worker.run(experts, segment, side_by_side, out);
+        // SAFETY: no two threads are the same member, and a member runs one segment at a time.
+        let worker = &mut unsafe { workers.part(member..member + 1) }[0];
+        let next = segments.get(i + stride).map(|segment| segment.expert);
+        worker.gather(x, dispatch, segment, width);
+        worker.run(experts, (segment.expert, next), side_by_side, out);
     });
     dispatch.combine(&out[..n_pairs * width], Some(gates), width, y);
 }
@@ -187,9 +201,9 @@ pub fn experts_op(
 /// What one thread needs for one segment.
 #[derive(Debug, Default)]
 struct Worker {
-    /// Operands of a product, `[rows, D]`, then `[rows, I]`.
+    /// Operands of a product of f32 experts: `[rows, D]`, then `[rows, I]`.
     rows: Vec<f32>,
-    /// The same rounded, in pairs, for bf16 experts.
+    /// The same of bf16 experts, in pairs.
     rounded: Vec<u32>,
     /// `[rows, 2 I]`.
     hidden: Vec<f32>,
@@ -201,15 +215,18 @@ impl ExpertScratch {
         let ExpertDims { width, inter, .. } = experts.dims;
         self.dispatch.fill(choice);
         grow(&mut self.out, choice.ids().len() * width);
-        self.workers.resize_with(rayon::current_num_threads().max(self.workers.len()), Mutex::default);
+        self.workers.resize_with(rayon::current_num_threads().max(self.workers.len()), Worker::default);
         let n_rows = choice.n_tokens().min(Dispatch::MAX_ROWS);
+        let operand = width.max(inter);
+        let (rows, rounded) = match experts.dtype() {
+            Dtype::F32 => (n_rows * operand, 0),
+            Dtype::Bf16 => (0, n_rows * operand.div_ceil(2)),
+        };
+        self.tokens.resize(if rounded > 0 { choice.n_tokens() * width.div_ceil(2) } else { 0 }, 0);
         for worker in &mut self.workers {
-            let worker = worker.get_mut().unwrap_or_else(PoisonError::into_inner);
-            grow(&mut worker.rows, n_rows * width.max(inter));
+            grow(&mut worker.rows, rows);
+            grow(&mut worker.rounded, rounded);
             grow(&mut worker.hidden, n_rows * 2 * inter);
-            if experts.dtype() == Dtype::Bf16 {
-                grow(&mut worker.rounded, n_rows * width.max(inter).div_ceil(2));
-            }
         }
     }
 }
@@ -221,27 +238,51 @@ fn grow<T: Copy + Default>(buffer: &mut Vec<T>, len: usize) {
 }
 
 impl Worker {
-    /// Runs the expert of `segment` over its tokens, which lie in `rows`; the answers go to `out` `[rows, D]`. With
-    /// `inline` nothing leaves this thread.
-    fn run(&mut self, experts: &Experts, segment: &Segment, inline: bool, out: &mut [f32]) {
-        let (n_rows, inter) = (segment.rows.len(), experts.dims.inter);
-        let mut product = |x: &[f32], w: &PackedMatrix, y: &mut [f32]| {
-            let n_tasks = if inline { 1 } else { parallel::task_count(y.len() * w.k()) };
-            let rows = match w.dtype() {
-                Dtype::F32 => Rows::F32(x),
-                Dtype::Bf16 => {
-                    let rounded = &mut self.rounded[..n_rows * w.k().div_ceil(2)];
-                    round_rows(x, w.k(), rounded);
-                    Rows::Bf16(rounded)
-                }
-            };
-            multiply_in(n_tasks, rows, w, None, y);
-        };
+    /// Copies the segment's tokens out of `x`, `[T, D]`.
+    fn gather(&mut self, x: Rows<'_>, dispatch: &Dispatch, segment: &Segment, width: usize) {
+        let n_rows = segment.rows.len();
+        match x {
+            Rows::F32(x) => dispatch.gather(x, width, segment.rows.clone(), &mut self.rows[..n_rows * width]),
+            Rows::Bf16(x) => {
+                let depth = width.div_ceil(2);
+                dispatch.gather(x, depth, segment.rows.clone(), &mut self.rounded[..n_rows * depth]);
+            }
+        }
+    }
+
+    /// Runs `expert` over the gathered tokens; the answers go to `out` `[rows, D]`. With `inline` nothing leaves this
+    /// thread. The weights of expert `next` are fetched towards the end.
+    fn run(
+        &mut self,
+        experts: &Experts,
+        (expert, next): (usize, Option<usize>),
+        inline: bool,
+        out: &mut [f32],
+    ) {
+        let ExpertDims { width, inter, .. } = experts.dims;
+        let n_rows = out.len() / width;
+        let n_tasks =
+            |work: usize| if inline { 1 } else { parallel::task_count(n_rows * inter * width * work) };
+        let (gate_up, down) = (experts.gate_up(expert), experts.down(expert));
         let hidden = &mut self.hidden[..n_rows * 2 * inter];
-        product(&self.rows[..n_rows * experts.dims.width], experts.gate_up(segment.expert), hidden);
-        let act = &mut self.rows[..n_rows * inter];
-        silu_mul_rows(hidden, inter, act);
-        product(act, experts.down(segment.expert), out);
+        let is_f32 = experts.dtype() == Dtype::F32;
+        let x = if is_f32 {
+            Rows::F32(&self.rows[..n_rows * width])
+        } else {
+            Rows::Bf16(&self.rounded[..n_rows * width.div_ceil(2)])
+        };
+        Product { x, w: gate_up, bias: None, then: Some(down) }.run(n_tasks(2), hidden);
+        let x = if is_f32 {
+            let act = &mut self.rows[..n_rows * inter];
+            silu_mul_rows(hidden, inter, act);
+            Rows::F32(act)
+        } else {
+            let act = &mut self.rounded[..n_rows * inter.div_ceil(2)];
+            rounded_silu_mul_rows(hidden, inter, act);
+            Rows::Bf16(act)
+        };
+        let then = next.map(|next| experts.gate_up(next));
+        Product { x, w: down, bias: None, then }.run(n_tasks(1), out);
     }
 }
 

@@ -16,7 +16,7 @@ use candle_core::{Result, Tensor};
 
 use crate::parallel::{self, Disjoint};
 
-mod bf16;
+pub(crate) mod bf16;
 pub(crate) mod gradient;
 mod kernel;
 mod linear;
@@ -121,6 +121,20 @@ impl PackedMatrix {
         }
     }
 
+    /// [`Self::unpack_row`] of row `row(t)` into each row `t` of `out` `[T, K]`.
+    ///
+    /// # Panics
+    /// As [`Self::unpack_row`].
+    pub fn unpack_rows(&self, row: impl Fn(usize) -> usize + Send + Sync, out: &mut [f32]) {
+        // An element lies on a line of its own.
+        const WORK: usize = 64;
+        parallel::for_rows(out, self.k, WORK * self.k, |first, out| {
+            for (t, out) in (first..).zip(out.chunks_exact_mut(self.k)) {
+                self.unpack_row(row(t), out);
+            }
+        });
+    }
+
     /// Rows of `W`: columns of the product.
     #[must_use]
     pub fn n(&self) -> usize {
@@ -142,6 +156,20 @@ impl PackedMatrix {
         }
     }
 
+    fn f32_lines(&self) -> &[Line<f32>] {
+        match &self.panels {
+            Panels::F32(lines) => lines,
+            Panels::Bf16(_) => &[],
+        }
+    }
+
+    fn bf16_lines(&self) -> &[Line<u32>] {
+        match &self.panels {
+            Panels::F32(_) => &[],
+            Panels::Bf16(lines) => lines,
+        }
+    }
+
     /// Memory held, with padding.
     #[must_use]
     pub fn bytes(&self) -> usize {
@@ -160,24 +188,51 @@ impl PackedMatrix {
 /// # Panics
 /// If the shapes do not fit.
 pub fn matmul(x: &[f32], w: &PackedMatrix, bias: Option<&[f32]>, y: &mut [f32]) {
+    matmul_all(x, [(w, bias)], [y]);
+}
+
+/// [`matmul`] of the same `x` by several matrices of one dtype, `x` rounded once and the products side by side.
+///
+/// # Panics
+/// As [`matmul`], or if the dtypes differ.
+pub fn matmul_all<const N: usize>(
+    x: &[f32],
+    weights: [(&PackedMatrix, Option<&[f32]>); N],
+    y: [&mut [f32]; N],
+) {
     thread_local! {
         /// Buffers for rounded activations. A stack, because a thread that waits for its tasks may run another
         /// caller's matmul meanwhile.
         static ROUNDED: RefCell<Vec<Vec<u32>>> = const { RefCell::new(Vec::new()) };
     }
-    match w.dtype() {
-        Dtype::F32 => multiply(Rows::F32(x), w, bias, y),
+    let (k, dtype) = (weights[0].0.k, weights[0].0.dtype());
+    assert!(x.len().is_multiple_of(k), "rows of x have {k} elements");
+    let mut rounded = Vec::new();
+    let rows = match dtype {
+        Dtype::F32 => Rows::F32(x),
         Dtype::Bf16 => {
-            let mut rounded = ROUNDED.with_borrow_mut(Vec::pop).unwrap_or_default();
-            let (k, depth) = (w.k, w.k.div_ceil(2));
-            assert!(x.len().is_multiple_of(k), "rows of x have {k} elements");
-            rounded.resize(x.len() / k * depth, 0);
-            parallel::for_rows(&mut rounded, depth, k, |first, rounded| {
-                round_rows(&x[first * k..][..rounded.len() / depth * k], k, rounded);
-            });
-            multiply(Rows::Bf16(&rounded), w, bias, y);
-            ROUNDED.with_borrow_mut(|stack| stack.push(rounded));
+            rounded = ROUNDED.with_borrow_mut(Vec::pop).unwrap_or_default();
+            rounded.resize(x.len() / k * k.div_ceil(2), 0);
+            round_rows(x, k, &mut rounded);
+            Rows::Bf16(&rounded)
         }
+    };
+    let n_tasks = parallel::task_count(y.iter().map(|y| y.len() * k).sum());
+    let mut y = y.into_iter();
+    let products = weights.map(|(w, bias)| {
+        let y = y.next().expect("one result for each matrix");
+        Product { x: rows, w, bias, then: None }.cut(n_tasks.div_ceil(N), y)
+    });
+    parallel::spread(products.iter().map(Tiles::len).sum(), n_tasks > 1, |mut index| {
+        for tiles in &products {
+            if index < tiles.len() {
+                return tiles.run(index);
+            }
+            index -= tiles.len();
+        }
+    });
+    if dtype == Dtype::Bf16 {
+        ROUNDED.with_borrow_mut(|stack| stack.push(rounded));
     }
 }
 
@@ -208,10 +263,16 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Rounds `x` `[T, k]` to bf16 pairs `[T, k/2]` on the calling thread, an odd last element paired with zero.
+/// Rounds `x` `[T, k]` to bf16 pairs `[T, k/2]`, an odd last element paired with zero.
 pub(crate) fn round_rows(x: &[f32], k: usize, rounded: &mut [u32]) {
-    bf16::round_rows(x, k, rounded);
+    let depth = k.div_ceil(2);
+    parallel::for_rows(rounded, depth, ROUND_WORK * k, |first, rounded| {
+        bf16::round_rows(&x[first * k..][..rounded.len() / depth * k], k, rounded);
+    });
 }
+
+/// Multiply-adds that rounding an element costs, about.
+const ROUND_WORK: usize = 8;
 
 /// [`matmul`] with activations that are already in the matrix's dtype.
 ///
@@ -219,35 +280,81 @@ pub(crate) fn round_rows(x: &[f32], k: usize, rounded: &mut [u32]) {
 /// If shapes or dtypes do not fit.
 pub(crate) fn multiply(x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, y: &mut [f32]) {
     let n_tasks = parallel::task_count(y.len() * w.k);
-    multiply_in(n_tasks, x, w, bias, y);
+    Product { x, w, bias, then: None }.run(n_tasks, y);
 }
 
-/// [`multiply`] in about `n_tasks` tasks; one stays on the calling thread.
-pub(crate) fn multiply_in(
-    n_tasks: usize,
-    x: Rows<'_>,
-    w: &PackedMatrix,
-    bias: Option<&[f32]>,
-    y: &mut [f32],
-) {
-    let n = w.n;
-    assert!(bias.is_none_or(|bias| bias.len() == n), "a bias has {n} elements");
-    assert!(y.len().is_multiple_of(n), "rows of the product have {n} elements");
-    let n_rows = y.len() / n;
-    let grid = Grid::new(n_rows, n.div_ceil(LANES), n_tasks);
-    let y = Disjoint::new(y);
-    match (x, &w.panels) {
-        (Rows::F32(x), Panels::F32(lines)) => {
-            let job = Job { x, lines, depth: w.k, n, bias, onto: false, y };
-            job.check(n_rows);
-            grid.for_each(n_tasks > 1, |tile| kernel::run_f32(&job, tile));
+/// A product whose activations are in the matrix's dtype.
+#[derive(Clone, Copy)]
+pub(crate) struct Product<'a> {
+    /// `[T, K]`.
+    pub(crate) x: Rows<'a>,
+    /// `[N, K]`.
+    pub(crate) w: &'a PackedMatrix,
+    /// `[N]`.
+    pub(crate) bias: Option<&'a [f32]>,
+    /// What the same thread multiplies by next, if that is known: it is fetched towards the end of this product.
+    pub(crate) then: Option<&'a PackedMatrix>,
+}
+
+impl<'a> Product<'a> {
+    /// Computes `y` in about `n_tasks` tasks.
+    ///
+    /// # Panics
+    /// If shapes or dtypes do not fit.
+    pub(crate) fn run(self, n_tasks: usize, y: &mut [f32]) {
+        let tiles = self.cut(n_tasks, y);
+        parallel::spread(tiles.len(), n_tasks > 1, |index| tiles.run(index));
+    }
+
+    fn cut(self, n_tasks: usize, y: &'a mut [f32]) -> Tiles<'a> {
+        let Self { x, w, bias, then } = self;
+        let n = w.n;
+        assert!(bias.is_none_or(|bias| bias.len() == n), "a bias has {n} elements");
+        assert!(y.len().is_multiple_of(n), "rows of the product have {n} elements");
+        let n_rows = y.len() / n;
+        let grid = Grid::new(n_rows, n.div_ceil(LANES), n_tasks);
+        let y = Disjoint::new(y);
+        let job = match (x, &w.panels) {
+            (Rows::F32(x), Panels::F32(lines)) => {
+                let then = then.map_or(&[][..], PackedMatrix::f32_lines);
+                Jobs::F32(Job { x, lines, depth: w.k, n, bias, onto: false, y, then })
+            }
+            (Rows::Bf16(x), Panels::Bf16(lines)) => {
+                let then = then.map_or(&[][..], PackedMatrix::bf16_lines);
+                Jobs::Bf16(Job { x, lines, depth: w.k.div_ceil(2), n, bias, onto: false, y, then })
+            }
+            _ => panic!("activations must be in the dtype of the weights"),
+        };
+        match &job {
+            Jobs::F32(job) => job.check(n_rows),
+            Jobs::Bf16(job) => job.check(n_rows),
         }
-        (Rows::Bf16(x), Panels::Bf16(lines)) => {
-            let job = Job { x, lines, depth: w.k.div_ceil(2), n, bias, onto: false, y };
-            job.check(n_rows);
-            grid.for_each(n_tasks > 1, |tile| kernel::run_bf16(&job, tile));
+        Tiles { grid, job }
+    }
+}
+
+/// A product cut into tiles.
+struct Tiles<'a> {
+    grid: Grid,
+    job: Jobs<'a>,
+}
+
+enum Jobs<'a> {
+    F32(Job<'a, f32>),
+    Bf16(Job<'a, u32>),
+}
+
+impl Tiles<'_> {
+    fn len(&self) -> usize {
+        self.grid.len()
+    }
+
+    fn run(&self, index: usize) {
+        let tile = self.grid.tile(index);
+        match &self.job {
+            Jobs::F32(job) => kernel::run_f32(job, &tile),
+            Jobs::Bf16(job) => kernel::run_bf16(job, &tile),
         }
-        _ => panic!("activations must be in the dtype of the weights"),
     }
 }
 
@@ -264,14 +371,14 @@ pub(crate) fn multiply_columns(x: Rows<'_>, w: &PackedMatrix, columns: Range<usi
     match (x, &w.panels) {
         (Rows::F32(x), Panels::F32(lines)) => {
             let lines = &lines[panels.start * w.k..panels.end * w.k];
-            let job = Job { x, lines, depth: w.k, n, bias: None, onto: false, y };
+            let job = Job { x, lines, depth: w.k, n, bias: None, onto: false, y, then: &[] };
             job.check(tile.rows.len());
             kernel::run_f32(&job, &tile);
         }
         (Rows::Bf16(x), Panels::Bf16(lines)) => {
             let depth = w.k.div_ceil(2);
             let lines = &lines[panels.start * depth..panels.end * depth];
-            let job = Job { x, lines, depth, n, bias: None, onto: false, y };
+            let job = Job { x, lines, depth, n, bias: None, onto: false, y, then: &[] };
             job.check(tile.rows.len());
             kernel::run_bf16(&job, &tile);
         }

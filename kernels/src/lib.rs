@@ -12,7 +12,7 @@
 //! here (and in `r3-ring` alone) for SIMD dispatch and for tasks that write disjoint parts of one buffer.
 //!
 //! Start with [`gemm`], the layout everything rests on, then [`experts`]; `isa` says how code is compiled for
-//! several instruction sets, `parallel` how work is split.
+//! several instruction sets, [`parallel`] how work is split, [`team`] how threads get it.
 #![expect(unsafe_code, reason = "SIMD behind run-time detection, and disjoint writes from parallel tasks")]
 
 pub mod adamw;
@@ -22,17 +22,18 @@ pub mod gemm;
 pub mod lm_head;
 pub mod logprob;
 pub mod numerics;
+pub mod parallel;
 pub mod rms_norm;
 pub mod rope;
 pub mod route_record;
 pub mod router;
 pub mod stream;
 pub mod swiglu;
+pub mod team;
 
 mod candle_io;
 mod exp;
 mod isa;
-mod parallel;
 mod softmax;
 #[cfg(test)]
 mod testing;

@@ -1,26 +1,34 @@
-//! Splitting work over rayon's threads, in ways that cannot change a bit of the result.
+//! Splitting work over threads, in ways that cannot change a bit of the result.
 //!
-//! Work is counted in multiply-adds, roughly. Below [`MIN_TASK_WORK`] a call stays on its thread: waking another
-//! costs more than it saves. Which pool is used is the caller's choice (`ThreadPool::install`).
+//! Work is counted in multiply-adds, roughly. Below `min_task_work` a call stays on its thread: handing work over
+//! would cost more than it saves. Which pool is used is the caller's choice (`ThreadPool::install`).
 
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use rayon::prelude::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator, ParallelSliceMut};
+use crate::team;
 
-/// Multiply-adds worth a task of its own: 2 us on a core with AVX-512, 10 us on an old one.
-pub(crate) const MIN_TASK_WORK: usize = 1 << 18;
+/// Multiply-adds worth a task of its own where threads have to be woken: 2 us on a core with AVX-512, 10 us on an old
+/// one.
+const WOKEN_TASK_WORK: usize = 1 << 18;
+/// The same in a team, whose threads are awake.
+const TEAM_TASK_WORK: usize = 1 << 16;
 
 /// Tasks handed out per thread, so that uneven ones even out.
 const TASKS_PER_THREAD: usize = 4;
 
+/// Multiply-adds worth a task of its own.
+pub(crate) fn min_task_work() -> usize {
+    if team::is_at_hand() { TEAM_TASK_WORK } else { WOKEN_TASK_WORK }
+}
+
 /// How many tasks `work` multiply-adds are worth here; 1 means "run inline".
 pub(crate) fn task_count(work: usize) -> usize {
-    let by_work = work / MIN_TASK_WORK;
+    let by_work = work / min_task_work();
     if by_work <= 1 {
         return 1;
     }
-    match rayon::current_num_threads() {
+    match team::n_threads() {
         1 => 1,
         threads => by_work.min(threads * TASKS_PER_THREAD),
     }
@@ -34,7 +42,7 @@ pub(crate) fn for_each(n_tasks: usize, work: usize, body: impl Fn(usize) + Sync 
 /// Calls `body(task)` for every task, over the threads if `in_parallel`, else in order on this one.
 pub(crate) fn spread(n_tasks: usize, in_parallel: bool, body: impl Fn(usize) + Sync + Send) {
     if in_parallel && n_tasks > 1 {
-        (0..n_tasks).into_par_iter().with_max_len(1).for_each(body);
+        team::run(n_tasks, &body);
     } else {
         (0..n_tasks).for_each(body);
     }
@@ -42,7 +50,10 @@ pub(crate) fn spread(n_tasks: usize, in_parallel: bool, body: impl Fn(usize) + S
 
 /// Splits `rows` `[T, row_len]` into runs of whole rows and calls `body(first_row, run)` on each, in parallel if
 /// `T * work_per_row` multiply-adds are worth it. `body` must treat every row alike: how rows fall into runs varies.
-pub(crate) fn for_rows<T: Send>(
+///
+/// # Panics
+/// If `rows` is not whole rows.
+pub fn for_rows<T: Send>(
     rows: &mut [T],
     row_len: usize,
     work_per_row: usize,
@@ -58,7 +69,12 @@ pub(crate) fn for_rows<T: Send>(
         return;
     }
     let run = n_rows.div_ceil(n_tasks);
-    rows.par_chunks_mut(run * row_len).enumerate().for_each(|(i, rows)| body(i * run, rows));
+    let parts = Disjoint::new(rows);
+    team::run(n_rows.div_ceil(run), &|task| {
+        let rows = task * run..n_rows.min((task + 1) * run);
+        // SAFETY: each task has rows of its own.
+        body(rows.start, unsafe { parts.part(rows.start * row_len..rows.end * row_len) });
+    });
 }
 
 /// A mutable slice whose parts are written by several tasks at once.
@@ -102,7 +118,7 @@ mod tests {
     #[test]
     fn every_row_is_visited_once_whatever_the_split() {
         for (threads, n_rows, work) in
-            [(1, 7, MIN_TASK_WORK), (2, 0, 1), (2, 1, 1 << 30), (3, 101, MIN_TASK_WORK)]
+            [(1, 7, WOKEN_TASK_WORK), (2, 0, 1), (2, 1, 1 << 30), (3, 101, WOKEN_TASK_WORK)]
         {
             let mut rows = vec![0_usize; n_rows * 3];
             in_pool(threads, || {
@@ -119,9 +135,14 @@ mod tests {
     #[test]
     fn little_work_stays_on_its_thread() {
         in_pool(2, || {
-            assert_eq!(task_count(MIN_TASK_WORK), 1);
-            assert_eq!(task_count(3 * MIN_TASK_WORK), 3);
+            assert_eq!(task_count(WOKEN_TASK_WORK), 1);
+            assert_eq!(task_count(3 * WOKEN_TASK_WORK), 3);
             assert_eq!(task_count(usize::MAX), 2 * TASKS_PER_THREAD);
+            team::in_team(|| {
+                assert_eq!(task_count(TEAM_TASK_WORK), 1);
+                assert_eq!(task_count(3 * TEAM_TASK_WORK), 3);
+                spread(2, true, |_| assert_eq!(task_count(usize::MAX), 1));
+            });
         });
         in_pool(1, || assert_eq!(task_count(usize::MAX), 1));
     }

@@ -4,11 +4,12 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 
 use crate::candle_io::{f32_slice, with_f32};
 use crate::exp::exp;
+use crate::gemm::bf16::round_rows_body;
 use crate::isa::{Isa, multiversion};
 use crate::parallel;
 
 /// What one element costs, in multiply-adds: most of it is `exp`.
-const ELEMENT_WORK: usize = 8;
+const ELEMENT_WORK: usize = 40;
 
 /// `out = silu(gate) * up` with `silu(g) = g / (1 + e^-g)`.
 ///
@@ -33,9 +34,35 @@ fn silu_mul_body<I: Isa>(gate_up: &[f32], inter: usize, out: &mut [f32]) {
     for (gate_up, out) in gate_up.chunks_exact(2 * inter).zip(out.chunks_exact_mut(inter)) {
         let (gate, up) = gate_up.split_at(inter);
         for ((out, &gate), &up) in out.iter_mut().zip(gate).zip(up) {
-            *out = gate / (1.0 + exp::<I>(-gate)) * up;
+            *out = silu_mul_of::<I>(gate, up);
         }
     }
+}
+
+multiversion! {
+    /// [`silu_mul_rows`] rounded to bf16 pairs, `[T, I/2]`, an odd last element paired with zero.
+    pub(crate) fn rounded_silu_mul_rows(gate_up: &[f32], inter: usize, out: &mut [u32]) = rounded_silu_mul_body;
+}
+
+#[inline(always)]
+fn rounded_silu_mul_body<I: Isa>(gate_up: &[f32], inter: usize, out: &mut [u32]) {
+    // A run at a time stays in registers or next to them.
+    const RUN: usize = 64;
+    for (gate_up, out) in gate_up.chunks_exact(2 * inter).zip(out.chunks_exact_mut(inter.div_ceil(2))) {
+        let (gate, up) = gate_up.split_at(inter);
+        for ((gate, up), out) in gate.chunks(RUN).zip(up.chunks(RUN)).zip(out.chunks_mut(RUN / 2)) {
+            let mut act = [0.0; RUN];
+            for ((act, &gate), &up) in act.iter_mut().zip(gate).zip(up) {
+                *act = silu_mul_of::<I>(gate, up);
+            }
+            round_rows_body::<I>(&act[..gate.len()], gate.len(), out);
+        }
+    }
+}
+
+#[inline(always)]
+fn silu_mul_of<I: Isa>(gate: f32, up: f32) -> f32 {
+    gate / (1.0 + exp::<I>(-gate)) * up
 }
 
 /// Gradient of [`silu_mul`] with respect to `gate_up`: `grad` `[T, I]` in, `[T, 2 I]` out.
@@ -161,6 +188,19 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    #[test]
+    fn rounding_along_the_way_gives_the_bits_of_rounding_after() {
+        for (n_rows, inter) in [(3, 1), (2, 63), (1, 64), (2, 129), (3, 192)] {
+            let gate_up = scaled(n_rows * 2 * inter, 8.0);
+            let (mut act, mut expected) = (vec![0.0; n_rows * inter], vec![0; n_rows * inter.div_ceil(2)]);
+            silu_mul(&gate_up, inter, &mut act);
+            crate::gemm::bf16::round_rows(&act, inter, &mut expected);
+            let mut rounded = vec![u32::MAX; expected.len()];
+            rounded_silu_mul_rows(&gate_up, inter, &mut rounded);
+            assert_eq!(rounded, expected, "[{n_rows}, {inter}]");
         }
     }
 

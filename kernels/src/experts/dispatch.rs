@@ -1,5 +1,6 @@
 //! Sorting a batch by expert: who goes where, and how to find the way back.
 
+use std::cmp::Reverse;
 use std::ops::Range;
 
 use crate::isa::{Isa, multiversion};
@@ -70,6 +71,8 @@ impl Dispatch {
                 self.segments.push(Segment { expert, rows });
             }
         }
+        // The longest first, so that threads end together.
+        self.segments.sort_unstable_by_key(|segment| (Reverse(segment.rows.len()), segment.rows.start));
     }
 
     pub(super) fn n_experts(&self) -> usize {
@@ -86,7 +89,7 @@ impl Dispatch {
         self.starts[expert] as usize..self.starts[expert + 1] as usize
     }
 
-    /// All rows, cut into tasks.
+    /// All rows, cut into tasks, the longest first.
     pub(super) fn segments(&self) -> &[Segment] {
         &self.segments
     }
@@ -97,7 +100,7 @@ impl Dispatch {
     }
 
     /// Copies the tokens of `rows` from `x` `[T, width]` to `out` `[rows, width]`.
-    pub(super) fn gather(&self, x: &[f32], width: usize, rows: Range<usize>, out: &mut [f32]) {
+    pub(super) fn gather<W: Copy>(&self, x: &[W], width: usize, rows: Range<usize>, out: &mut [W]) {
         for (out, &token) in out.chunks_exact_mut(width).zip(self.tokens(rows)) {
             out.copy_from_slice(&x[token as usize * width..][..width]);
         }
@@ -116,7 +119,9 @@ impl Dispatch {
     /// `[T, width]`. Without `gates` every pair counts once.
     pub(super) fn combine(&self, out: &[f32], gates: Option<&[f32]>, width: usize, y: &mut [f32]) {
         let combine = Combine { dispatch: self, out, gates, width };
-        parallel::for_rows(y, width, self.top_k * width, |first, y| combine_rows(&combine, first, y));
+        parallel::for_rows(y, width, COMBINE_WORK * self.top_k * width, |first, y| {
+            combine_rows(&combine, first, y)
+        });
     }
 
     /// Moves one value per pair `[T, K]` to the pairs' rows, `[T K]`.
@@ -134,6 +139,9 @@ impl Dispatch {
     }
 }
 
+/// Multiply-adds that adding up an element costs, about: most of it is memory.
+const COMBINE_WORK: usize = 4;
+
 struct Combine<'a> {
     dispatch: &'a Dispatch,
     out: &'a [f32],
@@ -149,12 +157,27 @@ multiversion! {
 #[inline(always)]
 fn combine_body<I: Isa>(combine: &Combine<'_>, first: usize, y: &mut [f32]) {
     let Combine { dispatch: Dispatch { top_k, rows, .. }, out, gates, width } = *combine;
+    // Columns whose sums stay in registers while the answers pass by.
+    const RUN: usize = 64;
     for (token, y) in (first..).zip(y.chunks_exact_mut(width)) {
-        y.fill(0.0);
-        for pair in token * top_k..(token + 1) * top_k {
-            let gate = gates.map_or(1.0, |gates| gates[pair]);
-            for (y, &answer) in y.iter_mut().zip(&out[rows[pair] as usize * width..][..width]) {
-                *y = I::mul_add(gate, answer, *y);
+        let pairs = token * top_k..(token + 1) * top_k;
+        let answer = |pair: usize| &out[rows[pair] as usize * width..][..width];
+        let gate = |pair: usize| gates.map_or(1.0, |gates| gates[pair]);
+        let (runs, rest) = y.as_chunks_mut::<RUN>();
+        for (at, y) in runs.iter_mut().enumerate() {
+            let mut sums = [0.0; RUN];
+            for pair in pairs.clone() {
+                let (gate, answers) = (gate(pair), &answer(pair).as_chunks::<RUN>().0[at]);
+                for (sum, &answer) in sums.iter_mut().zip(answers) {
+                    *sum = I::mul_add(gate, answer, *sum);
+                }
+            }
+            *y = sums;
+        }
+        rest.fill(0.0);
+        for pair in pairs {
+            for (y, &answer) in rest.iter_mut().zip(&answer(pair)[width - width % RUN..]) {
+                *y = I::mul_add(gate(pair), answer, *y);
             }
         }
     }

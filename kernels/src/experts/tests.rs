@@ -1,5 +1,7 @@
 //! Tests of the experts, against the formula in plain loops and candle's autograd.
 
+use std::cmp::Reverse;
+
 use candle_core::{Device, Var};
 use half::bf16;
 use proptest::prelude::{Just, Strategy, prop_assert, prop_assert_eq, prop_oneof, proptest};
@@ -203,7 +205,9 @@ proptest! {
         let mut expected: Vec<usize> = (0..pairs.len()).collect();
         expected.sort_by_key(|&pair| choice.ids()[pair]);
         prop_assert_eq!(rows, expected.iter().map(|&pair| pair as f32).collect::<Vec<_>>());
-        let covered: Vec<_> = dispatch.segments().iter().flat_map(|segment| segment.rows.clone()).collect();
+        let mut covered: Vec<_> = dispatch.segments().iter().flat_map(|segment| segment.rows.clone()).collect();
+        covered.sort_unstable();
+        prop_assert!(dispatch.segments().is_sorted_by_key(|segment| Reverse(segment.rows.len())));
         prop_assert_eq!(covered, (0..pairs.len()).collect::<Vec<_>>());
         for segment in dispatch.segments() {
             for row in segment.rows.clone() {

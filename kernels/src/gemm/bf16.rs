@@ -4,7 +4,7 @@ use crate::isa::{Isa, multiversion};
 
 /// The bf16 nearest to `x`, ties to even; NaN stays NaN.
 #[inline(always)]
-fn round(x: f32) -> u32 {
+pub(crate) fn round(x: f32) -> u32 {
     let bits = x.to_bits();
     let nearest = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
     // Rounding would carry some NaN into the sign or make them infinite; setting the quiet bit keeps them.
@@ -25,11 +25,11 @@ pub(super) fn unpair(word: u32) -> [f32; 2] {
 
 multiversion! {
     /// Rounds rows `[T, k]` to words `[T, k/2]`; an odd last element is paired with zero.
-    pub(super) fn round_rows(x: &[f32], k: usize, rounded: &mut [u32]) = round_rows_body;
+    pub(crate) fn round_rows(x: &[f32], k: usize, rounded: &mut [u32]) = round_rows_body;
 }
 
 #[inline(always)]
-pub(super) fn round_rows_body<I: Isa>(x: &[f32], k: usize, rounded: &mut [u32]) {
+pub(crate) fn round_rows_body<I: Isa>(x: &[f32], k: usize, rounded: &mut [u32]) {
     for (row, rounded) in x.chunks_exact(k).zip(rounded.chunks_exact_mut(k.div_ceil(2))) {
         let (pairs, rest) = row.as_chunks::<2>();
         for (word, &[low, high]) in rounded.iter_mut().zip(pairs) {

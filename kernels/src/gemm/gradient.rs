@@ -45,7 +45,7 @@ fn multiply((a, b): (Left<'_>, &[f32]), n: usize, onto: bool, out: &mut [f32]) {
     let lines = pack(b, n, k);
     let n_tasks = parallel::task_count(out.len() * k);
     let grid = Grid::new(m, n.div_ceil(LANES), n_tasks);
-    let job = Job { x, lines: &lines, depth: k, n, bias: None, onto, y: Disjoint::new(out) };
+    let job = Job { x, lines: &lines, depth: k, n, bias: None, onto, y: Disjoint::new(out), then: &[] };
     let kernel = match a {
         Left::Plain(_) => run_f32,
         Left::Transposed(_) => run_f32_transposed,

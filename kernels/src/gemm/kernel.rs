@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::bf16;
-use crate::isa::{Isa, Lanes, multiversion};
+use crate::isa::{Isa, Lanes, multiversion, prefetch};
 use crate::parallel::Disjoint;
 
 /// Output columns of a panel.
@@ -40,6 +40,8 @@ pub(super) struct Job<'a, W> {
     pub(super) onto: bool,
     /// `[T, N]`.
     pub(super) y: Disjoint<'a, f32>,
+    /// Weights that whoever works on the last panels multiplies by next; their first lines are fetched meanwhile.
+    pub(super) then: &'a [Line<W>],
 }
 
 impl<W> Job<'_, W> {
@@ -124,7 +126,11 @@ pub(super) fn strip_panels(n_rows: usize) -> usize {
 #[inline(always)]
 fn run<D: Dot, const TRANSPOSED: bool>(job: &Job<'_, D::Word>, tile: &Tile) {
     for start in (0..job.depth).step_by(MAX_DEPTH) {
-        let block = Block { rows: tile.rows.clone(), depth: start..job.depth.min(start + MAX_DEPTH) };
+        let block = Block {
+            rows: tile.rows.clone(),
+            depth: start..job.depth.min(start + MAX_DEPTH),
+            last_panel: tile.panels.end,
+        };
         let mut panel = tile.panels.start;
         if tile.rows.len() <= FEW_ROWS {
             panel = few_rows::<D, TRANSPOSED>(job, &block, tile.panels.clone());
@@ -132,7 +138,7 @@ fn run<D: Dot, const TRANSPOSED: bool>(job: &Job<'_, D::Word>, tile: &Tile) {
         while panel < tile.panels.end {
             // 4 = 2 + 2: a strip of one panel would leave the multipliers waiting for activations.
             panel += match tile.panels.end - panel {
-                _ if !D::WIDE => narrow_strip::<D, TRANSPOSED>(job, &block, panel),
+                _ if !D::WIDE => strip::<D, TRANSPOSED, 1>(job, &block, panel),
                 1 => strip::<D, TRANSPOSED, 1>(job, &block, panel),
                 2 | 4 => strip::<D, TRANSPOSED, 2>(job, &block, panel),
                 _ => strip::<D, TRANSPOSED, TILE_PANELS>(job, &block, panel),
@@ -145,6 +151,22 @@ fn run<D: Dot, const TRANSPOSED: bool>(job: &Job<'_, D::Word>, tile: &Tile) {
 struct Block {
     rows: Range<usize>,
     depth: Range<usize>,
+    /// The tile's end.
+    last_panel: usize,
+}
+
+impl Block {
+    /// Where the lines lie that follow the strip `panels`: those of the next strip, or of what comes after the tile.
+    /// While a strip is multiplied the next one is fetched, since the processor's own prefetching stops at every page
+    /// and starts anew for every panel.
+    #[inline(always)]
+    fn next<W>(&self, job: &Job<'_, W>, panels: Range<usize>) -> Option<*const Line<W>> {
+        if panels.end < self.last_panel {
+            return Some(job.lines[panels.end * job.depth + self.depth.start..].as_ptr());
+        }
+        // Not of an empty slice: asking for an address that is not there takes as long as looking for it.
+        job.then.first().map(std::ptr::from_ref)
+    }
 }
 
 /// Rows one by one, many panels at once; returns the first panel that is left.
@@ -157,11 +179,12 @@ fn few_rows<D: Dot, const TRANSPOSED: bool>(
     let many = if D::WIDE { MANY_PANELS } else { MANY_PANELS / 2 };
     let mut panel = panels.start;
     while panel + many <= panels.end {
+        // Nothing is fetched ahead: with so few rows reading is all there is to do, and the processor sees it coming.
         for row in block.rows.clone() {
             if D::WIDE {
-                register_tile::<D, TRANSPOSED, 1, MANY_PANELS>(job, block, row, panel);
+                register_tile::<D, TRANSPOSED, 1, MANY_PANELS>(job, block, (row, panel), None);
             } else {
-                register_tile::<D, TRANSPOSED, 1, { MANY_PANELS / 2 }>(job, block, row, panel);
+                register_tile::<D, TRANSPOSED, 1, { MANY_PANELS / 2 }>(job, block, (row, panel), None);
             }
         }
         panel += many;
@@ -169,129 +192,140 @@ fn few_rows<D: Dot, const TRANSPOSED: bool>(
     panel
 }
 
-/// All rows of `PANELS` panels, 8 at a time, then the rest at once.
+/// All rows of `PANELS` panels, in as few register tiles as hold them, which share the rows evenly: a tile of one or
+/// two rows has too few chains to hide the latency of an addition.
 #[inline(always)]
 fn strip<D: Dot, const TRANSPOSED: bool, const PANELS: usize>(
     job: &Job<'_, D::Word>,
     block: &Block,
     panel: usize,
 ) -> usize {
+    // Of 4 rows where 16 vector registers hold 8 lanes each.
+    let most = if D::WIDE { TILE_ROWS } else { TILE_ROWS / 2 };
+    let mut next = block.next(job, panel..panel + PANELS);
     let Range { start: mut row, end } = block.rows;
-    while row + TILE_ROWS <= end {
-        register_tile::<D, TRANSPOSED, TILE_ROWS, PANELS>(job, block, row, panel);
-        row += TILE_ROWS;
-    }
-    match end - row {
-        0 => {}
-        1 => register_tile::<D, TRANSPOSED, 1, PANELS>(job, block, row, panel),
-        2 => register_tile::<D, TRANSPOSED, 2, PANELS>(job, block, row, panel),
-        3 => register_tile::<D, TRANSPOSED, 3, PANELS>(job, block, row, panel),
-        4 => register_tile::<D, TRANSPOSED, 4, PANELS>(job, block, row, panel),
-        5 => register_tile::<D, TRANSPOSED, 5, PANELS>(job, block, row, panel),
-        6 => register_tile::<D, TRANSPOSED, 6, PANELS>(job, block, row, panel),
-        _ => register_tile::<D, TRANSPOSED, 7, PANELS>(job, block, row, panel),
+    while row < end {
+        let (at, next) = ((row, panel), next.take());
+        let n_rows = (end - row).div_ceil((end - row).div_ceil(most));
+        match n_rows {
+            1 => register_tile::<D, TRANSPOSED, 1, PANELS>(job, block, at, next),
+            2 => register_tile::<D, TRANSPOSED, 2, PANELS>(job, block, at, next),
+            3 => register_tile::<D, TRANSPOSED, 3, PANELS>(job, block, at, next),
+            4 => register_tile::<D, TRANSPOSED, 4, PANELS>(job, block, at, next),
+            5 if D::WIDE => register_tile::<D, TRANSPOSED, 5, PANELS>(job, block, at, next),
+            6 if D::WIDE => register_tile::<D, TRANSPOSED, 6, PANELS>(job, block, at, next),
+            7 if D::WIDE => register_tile::<D, TRANSPOSED, 7, PANELS>(job, block, at, next),
+            _ if D::WIDE => register_tile::<D, TRANSPOSED, TILE_ROWS, PANELS>(job, block, at, next),
+            _ => unreachable!("narrow tiles have 4 rows at most"),
+        }
+        row += n_rows;
     }
     PANELS
 }
 
-/// All rows of one panel, 4 at a time: what 16 vector registers of 8 lanes hold.
-#[inline(always)]
-fn narrow_strip<D: Dot, const TRANSPOSED: bool>(
-    job: &Job<'_, D::Word>,
-    block: &Block,
-    panel: usize,
-) -> usize {
-    let Range { start: mut row, end } = block.rows;
-    while row + 4 <= end {
-        register_tile::<D, TRANSPOSED, 4, 1>(job, block, row, panel);
-        row += 4;
-    }
-    match end - row {
-        0 => {}
-        1 => register_tile::<D, TRANSPOSED, 1, 1>(job, block, row, panel),
-        2 => register_tile::<D, TRANSPOSED, 2, 1>(job, block, row, panel),
-        _ => register_tile::<D, TRANSPOSED, 3, 1>(job, block, row, panel),
-    }
-    1
-}
-
-/// `ROWS` by `PANELS` sums in registers, each one chain over the block's depth.
+/// `ROWS` by `PANELS` sums in registers, each one chain over the block's depth. `next` are lines to fetch meanwhile, as
+/// many as this tile reads.
 #[inline(always)]
 fn register_tile<D: Dot, const TRANSPOSED: bool, const ROWS: usize, const PANELS: usize>(
     job: &Job<'_, D::Word>,
     block: &Block,
-    row: usize,
-    panel: usize,
+    (row, panel): (usize, usize),
+    next: Option<*const Line<D::Word>>,
 ) {
-    let (depth, n_rows) = (job.depth, job.x.len() / job.depth);
-    let cut = |from: usize| from + block.depth.start..from + block.depth.end;
-    let lines: [&[Line<D::Word>]; PANELS] = std::array::from_fn(|p| &job.lines[cut((panel + p) * depth)]);
-    let x_rows: [&[D::Word]; ROWS] =
-        std::array::from_fn(|r| if TRANSPOSED { &[][..] } else { &job.x[cut((row + r) * depth)] });
-    let x_columns = if TRANSPOSED { &job.x[block.depth.start * n_rows..] } else { &[] };
+    let (depth, len) = (job.depth, block.depth.len());
+    let (row_step, k_step) = if TRANSPOSED { (1, job.x.len() / depth) } else { (depth, 1) };
+    let x = &job.x[row * row_step + block.depth.start * k_step..];
+    let lines = &job.lines[panel * depth + block.depth.start..];
+    // Checked here once: a slice a row would take the registers that hold addresses, and a check a word.
+    assert!(len > 0 && (ROWS - 1) * row_step + (len - 1) * k_step < x.len());
+    assert!((PANELS - 1) * depth + len <= lines.len());
     let mut sums = [[D::load(&[0.0; LANES]); PANELS]; ROWS];
     if job.onto || block.depth.start > 0 {
-        for (r, sums) in sums.iter_mut().enumerate() {
-            for (p, sums) in sums.iter_mut().enumerate() {
-                *sums = D::load(&loaded(job, row + r, panel + p));
+        let mut values = [[[0.0; LANES]; PANELS]; ROWS];
+        job.read((row, panel), values.as_flattened_mut(), PANELS);
+        for (sums, values) in sums.iter_mut().zip(&values) {
+            for (sum, values) in sums.iter_mut().zip(values) {
+                *sum = D::load(values);
             }
         }
     }
-    for k in 0..block.depth.len() {
-        // A loop, not `array::from_fn`: a closure over vectors is not always inlined; see `Isa`.
-        let mut weights = [D::weights(&lines[0][k].0); PANELS];
-        for p in 1..PANELS {
-            weights[p] = D::weights(&lines[p][k].0);
-        }
-        let x_column = if TRANSPOSED { &x_columns[k * n_rows + row..][..ROWS] } else { &[] };
-        for r in 0..ROWS {
-            let activation = D::activation(if TRANSPOSED { x_column[r] } else { x_rows[r][k] });
+    for k in 0..len {
+        if let Some(next) = next {
             for p in 0..PANELS {
-                sums[r][p] = D::add(sums[r][p], weights[p], activation);
+                prefetch(next.wrapping_add(p * depth + k));
+            }
+        }
+        // A loop, not `array::from_fn`: a closure over vectors is not always inlined; see `Isa`.
+        // SAFETY: `k < len`.
+        let mut weights = [D::weights(unsafe { &lines.get_unchecked(k).0 }); PANELS];
+        for (p, weights) in weights.iter_mut().enumerate().skip(1) {
+            // SAFETY: the index is at most `(PANELS - 1) * depth + len - 1`.
+            *weights = D::weights(unsafe { &lines.get_unchecked(p * depth + k).0 });
+        }
+        for (r, sums) in sums.iter_mut().enumerate() {
+            // SAFETY: the index is at most `(ROWS - 1) * row_step + (len - 1) * k_step`.
+            let word = unsafe { *x.get_unchecked(r * row_step + k * k_step) };
+            let activation = D::activation(word);
+            for (sum, &weights) in sums.iter_mut().zip(&weights) {
+                *sum = D::add(*sum, weights, activation);
             }
         }
     }
     let bias = job.bias.filter(|_| block.depth.end == depth);
-    for (r, sums) in sums.iter().enumerate() {
-        for (p, &sums) in sums.iter().enumerate() {
-            let mut values = [0.0; LANES];
-            D::store(sums, &mut values);
-            store(job, row + r, panel + p, values, bias);
+    if bias.is_none() && (panel + PANELS) * LANES <= job.n {
+        for (r, sums) in sums.iter().enumerate() {
+            for (p, &sum) in sums.iter().enumerate() {
+                let start = (row + r) * job.n + (panel + p) * LANES;
+                // SAFETY: tiles of one job share no row of a panel, and nothing else here holds a part.
+                let y = unsafe { job.y.part(start..start + LANES) };
+                D::store(sum, y.first_chunk_mut().expect("a part of that length"));
+            }
+        }
+        return;
+    }
+    let mut values = [[[0.0; LANES]; PANELS]; ROWS];
+    for (sums, values) in sums.iter().zip(&mut values) {
+        for (&sum, values) in sums.iter().zip(values) {
+            D::store(sum, values);
         }
     }
+    job.write((row, panel), values.as_flattened(), PANELS, bias);
 }
 
-/// The sums of `row` in `panel` that earlier blocks left in `y`.
-#[inline(always)]
-fn loaded<W>(job: &Job<'_, W>, row: usize, panel: usize) -> [f32; LANES] {
-    let y = part(job, row, panel);
-    let mut values = [0.0; LANES];
-    values[..y.len()].copy_from_slice(y);
-    values
-}
-
-#[inline(always)]
-fn store<W>(job: &Job<'_, W>, row: usize, panel: usize, mut values: [f32; LANES], bias: Option<&[f32]>) {
-    if let Some(bias) = bias {
-        for (value, bias) in values.iter_mut().zip(&bias[panel * LANES..]) {
-            *value += bias;
+impl<W> Job<'_, W> {
+    /// Reads sums that earlier blocks left in `y`: `values` `[rows, n_panels]`, from row and panel `at` on. Beside the
+    /// kernels, which would otherwise be long with what happens rarely.
+    #[inline(never)]
+    fn read(&self, at: (usize, usize), values: &mut [[f32; LANES]], n_panels: usize) {
+        for (i, values) in values.iter_mut().enumerate() {
+            let y = self.part(at.0 + i / n_panels, at.1 + i % n_panels);
+            values[..y.len()].copy_from_slice(y);
         }
     }
-    let y = part(job, row, panel);
-    match <&mut [f32; LANES]>::try_from(&mut *y) {
-        Ok(whole) => *whole = values,
-        Err(_) => y.copy_from_slice(&values[..y.len()]),
-    }
-}
 
-/// The elements of `y` in `row` and `panel`.
-#[inline(always)]
-#[expect(clippy::mut_from_ref, reason = "tiles do not overlap; see the safety comment")]
-fn part<'a, W>(job: &'a Job<'_, W>, row: usize, panel: usize) -> &'a mut [f32] {
-    let (start, end) = (panel * LANES, job.n.min((panel + 1) * LANES));
-    // SAFETY: tiles of one job share no row of a panel, so no other task touches these elements, and callers here
-    // hold one part at a time.
-    unsafe { job.y.part(row * job.n + start..row * job.n + end) }
+    /// Writes to `y` what [`Self::read`] reads, with `bias` added: the way of tiles that reach past the last column.
+    #[inline(never)]
+    fn write(&self, at: (usize, usize), values: &[[f32; LANES]], n_panels: usize, bias: Option<&[f32]>) {
+        for (i, values) in values.iter().enumerate() {
+            let panel = at.1 + i % n_panels;
+            let y = self.part(at.0 + i / n_panels, panel);
+            y.copy_from_slice(&values[..y.len()]);
+            if let Some(bias) = bias {
+                for (y, bias) in y.iter_mut().zip(&bias[panel * LANES..]) {
+                    *y += bias;
+                }
+            }
+        }
+    }
+
+    /// The elements of `y` in `row` and `panel`.
+    #[expect(clippy::mut_from_ref, reason = "tiles do not overlap; see the safety comment")]
+    fn part(&self, row: usize, panel: usize) -> &mut [f32] {
+        let (start, end) = (panel * LANES, self.n.min((panel + 1) * LANES));
+        // SAFETY: tiles of one job share no row of a panel, so no other task touches these elements, and callers here
+        // hold one part at a time.
+        unsafe { self.y.part(row * self.n + start..row * self.n + end) }
+    }
 }
 
 /// f32 times f32.

@@ -163,8 +163,16 @@ type Kernel<W> = fn(&Job<'_, W>, &Tile);
 fn by<W>(kernel: Kernel<W>, x: &[W], lines: &[Line<W>], (t, n): (usize, usize)) -> Vec<f32> {
     let mut y = vec![f32::NAN; t * n];
     let n_panels = n.div_ceil(LANES);
-    let job =
-        Job { x, lines, depth: lines.len() / n_panels, n, bias: None, onto: false, y: Disjoint::new(&mut y) };
+    let job = Job {
+        x,
+        lines,
+        depth: lines.len() / n_panels,
+        n,
+        bias: None,
+        onto: false,
+        y: Disjoint::new(&mut y),
+        then: &[],
+    };
     kernel(&job, &Tile { rows: 0..t, panels: 0..n_panels });
     y
 }
