@@ -20,7 +20,7 @@ pub mod split;
 #[cfg(test)]
 mod tests;
 
-use kernel::{Element, LANES, Rows, Scratch, View, attend};
+use kernel::{Element, LANES, Rows, Scratch, View, attend, padded};
 
 /// Sizes of an attention layer. Query heads `g * H / Hkv ..` share kv head `g`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,10 +122,15 @@ impl KvCache {
         assert_eq!((k.len(), v.len()), (want, want), "keys and values are [{}, Hkv, hd]", slots.len());
         self.assert_slots(slots);
         let first_slot = layer * self.n_slots.next_multiple_of(LANES);
-        match &mut self.pages {
-            Pages::F32(tiles) => tiles.write(self.heads, first_slot, slots, (k, v)),
-            Pages::Bf16(tiles) => tiles.write(self.heads, first_slot, slots, (k, v)),
-        }
+        let rows = NewRows { heads: self.heads, first_slot, slots, k, v };
+        let pages = match &mut self.pages {
+            Pages::F32(tiles) => PageParts::F32(tiles.parts()),
+            Pages::Bf16(tiles) => PageParts::Bf16(tiles.parts()),
+        };
+        // A tile belongs to one kv head, so heads do not meet.
+        parallel::for_each(self.heads.n_kv_heads, WRITE_WORK * (k.len() + v.len()), |kv_head| {
+            write_head(&pages, &rows, kv_head);
+        });
     }
 
     /// Copies slot `from[i]` to slot `to[i]` at all layers, one after the other.
@@ -156,18 +161,8 @@ impl KvCache {
 }
 
 impl<E: Element> Tiles<E> {
-    fn write(&mut self, heads: Heads, first_slot: usize, slots: &[u32], (k, v): (&[f32], &[f32])) {
-        let rows = k.chunks_exact(heads.head_dim).zip(v.chunks_exact(heads.head_dim));
-        for (i, (k, v)) in rows.enumerate() {
-            let slot = first_slot + slots[i / heads.n_kv_heads] as usize;
-            let (tile, lane) = place(heads, slot, i % heads.n_kv_heads);
-            for (place, &k) in self.keys[tile + lane..].iter_mut().step_by(LANES).zip(k) {
-                *place = E::narrow(k);
-            }
-            for (place, &v) in self.values[tile + lane * heads.head_dim..].iter_mut().zip(v) {
-                *place = E::narrow(v);
-            }
-        }
+    fn parts(&mut self) -> [Disjoint<'_, E>; 2] {
+        [Disjoint::new(&mut self.keys), Disjoint::new(&mut self.values)]
     }
 
     fn copy(&mut self, heads: Heads, from: usize, to: usize) {
@@ -197,10 +192,66 @@ impl<E: Element> Tiles<E> {
     }
 }
 
+/// Keys and values on their way into a cache, as [`KvCache::write`] takes them.
+struct NewRows<'a> {
+    heads: Heads,
+    /// The layer's.
+    first_slot: usize,
+    slots: &'a [u32],
+    k: &'a [f32],
+    v: &'a [f32],
+}
+
+/// Keys and values of a cache, to be written by several tasks.
+enum PageParts<'a> {
+    F32([Disjoint<'a, f32>; 2]),
+    Bf16([Disjoint<'a, bf16>; 2]),
+}
+
+multiversion! {
+    /// Writes one kv head of all rows. No other task may write the same head.
+    fn write_head(pages: &PageParts<'_>, rows: &NewRows<'_>, kv_head: usize) = write_head_body;
+}
+
+#[inline(always)]
+fn write_head_body<I: Isa>(pages: &PageParts<'_>, rows: &NewRows<'_>, kv_head: usize) {
+    match pages {
+        PageParts::F32(parts) => write_rows(parts, rows, kv_head),
+        PageParts::Bf16(parts) => write_rows(parts, rows, kv_head),
+    }
+}
+
+#[inline(always)]
+fn write_rows<E: Element>([keys, values]: &[Disjoint<'_, E>; 2], rows: &NewRows<'_>, kv_head: usize) {
+    let Heads { n_kv_heads, head_dim, .. } = rows.heads;
+    for (t, &slot) in rows.slots.iter().enumerate() {
+        let (tile, lane) = place(rows.heads, rows.first_slot + slot as usize, kv_head);
+        let start = tile + lane * head_dim;
+        // SAFETY: the tile is this kv head's, whose only task this is.
+        let keys = unsafe { keys.part(tile..tile + LANES * head_dim) };
+        // SAFETY: as above.
+        let values = unsafe { values.part(start..start + head_dim) };
+        let row = (t * n_kv_heads + kv_head) * head_dim..(t * n_kv_heads + kv_head + 1) * head_dim;
+        // Rounding vectorises, spreading keys over lines does not: 16 at a time do one, then the other.
+        let keys = keys.chunks_mut(LANES * LANES).zip(rows.k[row.clone()].chunks(LANES));
+        for (keys, k) in keys {
+            for (line, k) in keys.chunks_exact_mut(LANES).zip(E::narrow(&padded(k))) {
+                line[lane] = k;
+            }
+        }
+        for (values, v) in values.chunks_mut(LANES).zip(rows.v[row].chunks(LANES)) {
+            values.copy_from_slice(&E::narrow(&padded(v))[..v.len()]);
+        }
+    }
+}
+
 /// Where the tile of a slot and kv head starts, and the slot's lane in it.
 fn place(heads: Heads, slot: usize, kv_head: usize) -> (usize, usize) {
     ((slot / LANES * heads.n_kv_heads + kv_head) * LANES * heads.head_dim, slot % LANES)
 }
+
+/// Multiply-adds that writing a number costs, about: keys of a token lie on as many lines as a head has elements.
+const WRITE_WORK: usize = 32;
 
 /// A block table and the size of its blocks.
 #[derive(Clone, Copy)]
@@ -230,6 +281,9 @@ struct Task {
     /// Position of the first query.
     start: usize,
 }
+
+/// Multiply-adds that a query element costs a key, about: two, and most of the time goes elsewhere.
+const ATTEND_WORK: usize = 8;
 
 /// Query rows that share a task: twice what fills the registers, so that keys are read from near caches.
 const TASK_ROWS: usize = 2 * kernel::MAX_PASS;
@@ -274,7 +328,7 @@ pub fn paged_attention(
             tasks.push(Task { sequence: index, token: token + first, n_queries, start: start + first });
         }
         token += n_queries;
-        work += n_queries * (start + n_queries) * 2 * heads.query_len();
+        work += n_queries * (start + n_queries) * ATTEND_WORK * heads.query_len();
     }
     assert_eq!(
         (q.len(), out.len()),
@@ -282,11 +336,17 @@ pub fn paged_attention(
         "queries and results are [{token}, H, hd]"
     );
     let parts = Disjoint::new(out);
-    parallel::for_each(tasks.len() * heads.n_kv_heads, work, |i| {
-        let task = tasks[i / heads.n_kv_heads];
-        let table = Table { blocks: sequences[task.sequence].blocks, block_tokens };
-        let job = Job { cache, layer, kv_head: i % heads.n_kv_heads, table };
-        SCRATCH.with_borrow_mut(|scratch| run_task(&job, task, q, (scratch, &parts)));
+    // Heads lie next to each other in a tile, so one thread takes all of a task's if there is enough else to do.
+    let together = if tasks.len() >= parallel::task_count(work) { heads.n_kv_heads } else { 1 };
+    parallel::for_each(tasks.len() * heads.n_kv_heads / together, work, |i| {
+        SCRATCH.with_borrow_mut(|scratch| {
+            for at in i * together..(i + 1) * together {
+                let task = tasks[at / heads.n_kv_heads];
+                let table = Table { blocks: sequences[task.sequence].blocks, block_tokens };
+                let job = Job { cache, layer, kv_head: at % heads.n_kv_heads, table };
+                run_task(&job, task, q, (scratch, &parts));
+            }
+        });
     });
     TASKS.set(tasks);
 }

@@ -201,6 +201,7 @@ fn backward_sequence_body<I: Isa>(
         match n {
             8 => backward_pass::<I, 8>(job, rows, first, buffers),
             4 => backward_pass::<I, 4>(job, rows, first, buffers),
+            3 => backward_pass::<I, 3>(job, rows, first, buffers),
             2 => backward_pass::<I, 2>(job, rows, first, buffers),
             _ => backward_pass::<I, 1>(job, rows, first, buffers),
         }
@@ -222,8 +223,8 @@ fn backward_pass<I: Isa, const R: usize>(job: &Job<'_>, rows: Rows, first: usize
     let [view, swapped] = &job.views;
     let stride = buffers.probabilities.len() / MAX_PASS;
     let n_keys = rows.n_keys(first + R - 1);
-    view.score::<I, R>(&buffers.queries, n_keys, &mut buffers.probabilities, stride);
-    swapped.score::<I, R>(&buffers.out_grads, n_keys, &mut buffers.score_grads, stride);
+    view.score::<I, R, 1>(&buffers.queries, n_keys, &mut buffers.probabilities, stride);
+    swapped.score::<I, R, 1>(&buffers.out_grads, n_keys, &mut buffers.score_grads, stride);
     for r in 0..R {
         let (seen, unseen) =
             buffers.probabilities[r * stride..][..n_keys].split_at_mut(rows.n_keys(first + r));

@@ -8,23 +8,26 @@ use std::ops::Range;
 
 use half::bf16;
 
-use crate::isa::{Isa, Lanes};
+use crate::gemm::bf16::round;
+use crate::isa::{Isa, Lanes, prefetch};
 use crate::softmax::{exp_in_place, max};
 
 pub(super) const LANES: usize = 16;
+/// What memory is fetched by.
+const LINE_BYTES: usize = 64;
 
 /// How a cache stores a number.
 pub(super) trait Element: Copy + Default + Send + Sync {
     /// Rounds to nearest, ties to even.
-    fn narrow(value: f32) -> Self;
+    fn narrow(values: &[f32; LANES]) -> [Self; LANES];
     /// Exact.
     fn widen(values: &[Self; LANES]) -> [f32; LANES];
 }
 
 impl Element for f32 {
     #[inline(always)]
-    fn narrow(value: f32) -> Self {
-        value
+    fn narrow(values: &[f32; LANES]) -> [Self; LANES] {
+        *values
     }
 
     #[inline(always)]
@@ -34,9 +37,10 @@ impl Element for f32 {
 }
 
 impl Element for bf16 {
+    /// Not `from_f32`, which does not vectorise.
     #[inline(always)]
-    fn narrow(value: f32) -> Self {
-        Self::from_f32(value)
+    fn narrow(values: &[f32; LANES]) -> [Self; LANES] {
+        values.map(|value| Self::from_bits(round(value) as u16))
     }
 
     /// Not `to_f32`, whose care for signalling NaN would keep the loop from vectorising.
@@ -63,6 +67,7 @@ pub(super) struct View<'a, E> {
 }
 
 /// Consecutive positions in consecutive slots of one tile.
+#[derive(Clone, Copy)]
 struct Run {
     position: usize,
     len: usize,
@@ -98,6 +103,21 @@ impl<E: Element> Iterator for Runs<'_, E> {
     }
 }
 
+impl<E: Element> Runs<'_, E> {
+    /// The next `T` runs and how many there are, none at the end; the first stands in for those that are missing.
+    #[inline(always)]
+    fn take_some<const T: usize>(&mut self) -> Option<([Run; T], usize)> {
+        let mut runs = [self.next()?; T];
+        let mut n = 1;
+        while n < T {
+            let Some(run) = self.next() else { break };
+            runs[n] = run;
+            n += 1;
+        }
+        Some((runs, n))
+    }
+}
+
 impl<E: Element> View<'_, E> {
     /// The runs of `positions`, in order.
     #[inline(always)]
@@ -106,8 +126,11 @@ impl<E: Element> View<'_, E> {
     }
 
     /// `scores[r][p] = queries[r] . key[p]` for `p` in `0..n_keys`: `queries` `[R, hd]`, rows of `scores` `stride` apart.
+    ///
+    /// `T` tiles at once make enough chains to hide the latency of an addition where rows are few. Meanwhile the values
+    /// of these tiles are fetched, and the keys of the next ones: at the end those of the next head, which follow.
     #[inline(always)]
-    pub(super) fn score<I: Isa, const R: usize>(
+    pub(super) fn score<I: Isa, const R: usize, const T: usize>(
         &self,
         queries: &[f32],
         n_keys: usize,
@@ -115,25 +138,54 @@ impl<E: Element> View<'_, E> {
         stride: usize,
     ) {
         let queries: [&[f32]; R] = std::array::from_fn(|r| &queries[r * self.head_dim..][..self.head_dim]);
-        for run in self.runs(0..n_keys) {
-            let (lines, _) = self.keys[run.tile..][..LANES * self.head_dim].as_chunks::<LANES>();
-            let mut sums = [I::Lanes::splat(0.0); R];
-            for (d, line) in lines.iter().enumerate() {
-                let key = I::Lanes::load(&E::widen(line));
-                for (sum, query) in sums.iter_mut().zip(&queries) {
-                    *sum = I::Lanes::splat(query[d]).mul_add(key, *sum);
+        let mut runs = self.runs(0..n_keys);
+        let mut ahead = runs.take_some::<T>();
+        let step = if self.kv_head + 1 < self.n_kv_heads { LANES * self.head_dim } else { 0 };
+        let next_head = ahead.map_or([0; T], |(tiles, _)| tiles.map(|run| run.tile + step));
+        while let Some((tiles, n_tiles)) = ahead {
+            ahead = runs.take_some::<T>();
+            let lines: [&[[E; LANES]]; T] = std::array::from_fn(|t| self.key_lines(tiles[t]));
+            let mut next = [[self.values.as_ptr(); T]; 2];
+            for t in 0..T {
+                next[0][t] = self.values[tiles[t].tile..].as_ptr();
+                next[1][t] =
+                    self.keys.as_ptr().wrapping_add(ahead.map_or(next_head[t], |(tiles, _)| tiles[t].tile));
+            }
+            let mut sums = [[I::Lanes::splat(0.0); T]; R];
+            for d in 0..self.head_dim {
+                let mut keys = [I::Lanes::splat(0.0); T];
+                for t in 0..T {
+                    keys[t] = I::Lanes::load(&E::widen(&lines[t][d]));
+                    if (d * LANES * size_of::<E>()).is_multiple_of(LINE_BYTES) {
+                        prefetch(next[0][t].wrapping_add(d * LANES));
+                        prefetch(next[1][t].wrapping_add(d * LANES));
+                    }
+                }
+                for r in 0..R {
+                    let query = I::Lanes::splat(queries[r][d]);
+                    for t in 0..T {
+                        sums[r][t] = query.mul_add(keys[t], sums[r][t]);
+                    }
                 }
             }
-            for (r, sum) in sums.into_iter().enumerate() {
-                let mut lanes = [0.0; LANES];
-                sum.store(&mut lanes);
-                let row = &mut scores[r * stride + run.position..];
-                match row.first_chunk_mut::<LANES>() {
-                    Some(row) if run.len == LANES => *row = lanes,
-                    _ => row[..run.len].copy_from_slice(&lanes[run.lane..][..run.len]),
+            for (r, sums) in sums.iter().enumerate() {
+                for (run, sum) in tiles[..n_tiles].iter().zip(sums) {
+                    let mut lanes = [0.0; LANES];
+                    sum.store(&mut lanes);
+                    let row = &mut scores[r * stride + run.position..];
+                    match row.first_chunk_mut::<LANES>() {
+                        Some(row) if run.len == LANES => *row = lanes,
+                        _ => row[..run.len].copy_from_slice(&lanes[run.lane..][..run.len]),
+                    }
                 }
             }
         }
+    }
+
+    /// The keys of a run's tile, `[hd, 16]`.
+    #[inline(always)]
+    fn key_lines(&self, run: Run) -> &[[E; LANES]] {
+        &self.keys[run.tile..][..LANES * self.head_dim].as_chunks::<LANES>().0[..self.head_dim]
     }
 
     /// `out[r] += sum_p weights[r][p] * value[p]` over `positions`, in order: `out` `[R, hd]`, rows of `weights`
@@ -146,13 +198,21 @@ impl<E: Element> View<'_, E> {
         positions: Range<usize>,
         out: &mut [f32],
     ) {
-        let weighted = Weighted { view: self, weights, stride, positions };
-        let whole = self.head_dim - self.head_dim % LANES;
-        for column in (0..whole).step_by(LANES) {
-            weighted.add_columns::<I, R>(column, LANES, out);
+        if positions.is_empty() {
+            return;
         }
-        if whole < self.head_dim {
-            weighted.add_columns::<I, R>(whole, self.head_dim - whole, out);
+        let weighted = Weighted { view: self, weights, stride, positions };
+        let mut column = 0;
+        // As many columns as there are registers for sums: each weight is loaded once for all of them.
+        while column + LANES <= self.head_dim {
+            column += match (self.head_dim - column) / LANES {
+                4.. if I::WIDE && R <= 4 => weighted.add_columns::<I, R, 4>(column, out),
+                2.. if I::WIDE => weighted.add_columns::<I, R, 2>(column, out),
+                _ => weighted.add_columns::<I, R, 1>(column, out),
+            };
+        }
+        if column < self.head_dim {
+            weighted.add_last_columns::<I, R>(column, out);
         }
     }
 }
@@ -166,20 +226,57 @@ struct Weighted<'a, E> {
 }
 
 impl<E: Element> Weighted<'_, E> {
-    /// The columns `column..column + width` of [`View::add_weighted`], with the sums in registers.
+    /// The columns `column..column + 16 C` of [`View::add_weighted`], with the sums in registers; `16 C`.
     #[inline(always)]
-    fn add_columns<I: Isa, const R: usize>(&self, column: usize, width: usize, out: &mut [f32]) {
+    fn add_columns<I: Isa, const R: usize, const C: usize>(&self, column: usize, out: &mut [f32]) -> usize {
         let head_dim = self.view.head_dim;
-        let mut sums: [I::Lanes; R] =
-            std::array::from_fn(|r| I::Lanes::load(&padded(&out[r * head_dim + column..][..width])));
+        let mut sums = [[I::Lanes::splat(0.0); C]; R];
+        for (r, sums) in sums.iter_mut().enumerate() {
+            for (c, sum) in sums.iter_mut().enumerate() {
+                *sum = I::Lanes::load(lanes_of(&out[r * head_dim + column + c * LANES..]));
+            }
+        }
         for run in self.view.runs(self.positions.clone()) {
             let weights: [&[f32]; R] =
                 std::array::from_fn(|r| &self.weights[r * self.stride + run.position..][..run.len]);
             let values = &self.view.values[run.tile + run.lane * head_dim..][..run.len * head_dim];
             for (i, value) in values.chunks_exact(head_dim).enumerate() {
-                let value = I::Lanes::load(&E::widen(&padded(&value[column..][..width])));
-                for (sum, weights) in sums.iter_mut().zip(&weights) {
-                    *sum = I::Lanes::splat(weights[i]).mul_add(value, *sum);
+                let value = &value[column..][..C * LANES];
+                let mut columns = [I::Lanes::splat(0.0); C];
+                for c in 0..C {
+                    columns[c] = I::Lanes::load(&E::widen(lanes_of(&value[c * LANES..])));
+                }
+                for r in 0..R {
+                    let weight = I::Lanes::splat(weights[r][i]);
+                    for c in 0..C {
+                        sums[r][c] = weight.mul_add(columns[c], sums[r][c]);
+                    }
+                }
+            }
+        }
+        for (r, sums) in sums.iter().enumerate() {
+            for (c, sum) in sums.iter().enumerate() {
+                let out = &mut out[r * head_dim + column + c * LANES..];
+                sum.store(out.first_chunk_mut().expect("columns lie inside a head"));
+            }
+        }
+        C * LANES
+    }
+
+    /// The columns from `column` on, fewer than 16.
+    #[inline(always)]
+    fn add_last_columns<I: Isa, const R: usize>(&self, column: usize, out: &mut [f32]) {
+        let head_dim = self.view.head_dim;
+        let width = head_dim - column;
+        let mut sums: [I::Lanes; R] =
+            std::array::from_fn(|r| I::Lanes::load(&padded(&out[r * head_dim + column..][..width])));
+        for run in self.view.runs(self.positions.clone()) {
+            let values = &self.view.values[run.tile + run.lane * head_dim..][..run.len * head_dim];
+            for (i, value) in values.chunks_exact(head_dim).enumerate() {
+                let value = I::Lanes::load(&E::widen(&padded(&value[column..])));
+                for (r, sum) in sums.iter_mut().enumerate() {
+                    *sum = I::Lanes::splat(self.weights[r * self.stride + run.position + i])
+                        .mul_add(value, *sum);
                 }
             }
         }
@@ -189,6 +286,12 @@ impl<E: Element> Weighted<'_, E> {
             out[r * head_dim + column..][..width].copy_from_slice(&lanes[..width]);
         }
     }
+}
+
+/// The first 16 of at least as many elements.
+#[inline(always)]
+fn lanes_of<E>(values: &[E]) -> &[E; LANES] {
+    values.first_chunk().expect("columns lie inside a head")
 }
 
 /// At most 16 elements and zeros.
@@ -217,14 +320,13 @@ impl Rows {
         self.start + row / self.group + 1
     }
 
-    /// Rows of the pass that starts with row `first`: a power of two, at most what the registers hold.
+    /// Rows of the pass that starts with row `first`, at most what the registers hold.
     #[inline(always)]
     pub(super) fn pass_len<I: Isa>(&self, first: usize) -> usize {
         match self.n_rows - first {
             8.. if I::WIDE => 8,
             4.. => 4,
-            2.. => 2,
-            _ => 1,
+            n_rows => n_rows,
         }
     }
 }
@@ -256,17 +358,22 @@ pub(super) fn attend<I: Isa, E: Element>(view: &View<'_, E>, rows: Rows, scratch
     while first < rows.n_rows {
         let n = rows.pass_len::<I>(first);
         match n {
-            8 => attend_pass::<I, E, 8>(view, rows, first, scratch),
-            4 => attend_pass::<I, E, 4>(view, rows, first, scratch),
-            2 => attend_pass::<I, E, 2>(view, rows, first, scratch),
-            _ => attend_pass::<I, E, 1>(view, rows, first, scratch),
+            8 if I::WIDE => attend_pass::<I, E, 8, 2>(view, rows, first, scratch),
+            4 if I::WIDE => attend_pass::<I, E, 4, 2>(view, rows, first, scratch),
+            3 if I::WIDE => attend_pass::<I, E, 3, 3>(view, rows, first, scratch),
+            2 if I::WIDE => attend_pass::<I, E, 2, 4>(view, rows, first, scratch),
+            1 if I::WIDE => attend_pass::<I, E, 1, 8>(view, rows, first, scratch),
+            4 => attend_pass::<I, E, 4, 1>(view, rows, first, scratch),
+            3 => attend_pass::<I, E, 3, 1>(view, rows, first, scratch),
+            2 => attend_pass::<I, E, 2, 1>(view, rows, first, scratch),
+            _ => attend_pass::<I, E, 1, 1>(view, rows, first, scratch),
         }
         first += n;
     }
 }
 
 #[inline(always)]
-fn attend_pass<I: Isa, E: Element, const R: usize>(
+fn attend_pass<I: Isa, E: Element, const R: usize, const T: usize>(
     view: &View<'_, E>,
     rows: Rows,
     first: usize,
@@ -277,7 +384,7 @@ fn attend_pass<I: Isa, E: Element, const R: usize>(
     let (queries, out) = (&scratch.queries[span.clone()], &mut scratch.out[span]);
     let scores = &mut scratch.scores;
     let seen_by_all = rows.n_keys(first);
-    view.score::<I, R>(queries, rows.n_keys(first + R - 1), scores, stride);
+    view.score::<I, R, T>(queries, rows.n_keys(first + R - 1), scores, stride);
     let softmax = &mut scratch.softmax[first..first + R];
     for (r, softmax) in softmax.iter_mut().enumerate() {
         let row = &mut scores[r * stride..][..rows.n_keys(first + r)];
