@@ -6,7 +6,7 @@ use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
 
 use crate::candle_io::{f32_slice, with_f32};
 use crate::isa::{Isa, multiversion, sum_lanes};
-use crate::parallel;
+use crate::parallel::{self, Disjoint};
 
 const LANES: usize = 16;
 /// Sets of lanes in a reduction, so that one addition need not wait for the last.
@@ -22,9 +22,33 @@ pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
     let width = weight.len();
     assert!(width > 0 && x.len().is_multiple_of(width), "x of {} elements is not [T, {width}]", x.len());
     assert_eq!(x.len(), y.len(), "y is not of x's shape");
-    parallel::for_rows(y, width, 2 * width, |first, y| {
+    parallel::for_rows(y, width, row_work(width), |first, y| {
         normalise_rows(&x[first * width..][..y.len()], weight, eps, y);
     });
+}
+
+/// `x += y`, then [`rms_norm`] of the new `x` into `out`: `x`, `y` and `out` are `[T, D]`.
+///
+/// # Panics
+/// As [`rms_norm`].
+pub fn add_rms_norm(x: &mut [f32], y: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    let width = weight.len();
+    assert!(width > 0 && x.len().is_multiple_of(width), "x of {} elements is not [T, {width}]", x.len());
+    assert_eq!((y.len(), out.len()), (x.len(), x.len()), "y and the result are of x's shape");
+    let x = Disjoint::new(x);
+    parallel::for_rows(out, width, row_work(width), |first, out| {
+        // SAFETY: runs of rows do not overlap.
+        let x = unsafe { x.part(first * width..first * width + out.len()) };
+        for (x, y) in x.iter_mut().zip(&y[first * width..]) {
+            *x += y;
+        }
+        normalise_rows(x, weight, eps, out);
+    });
+}
+
+/// Multiply-adds that a row costs, about: memory, and a square root and a division that wait for all of it.
+pub(crate) fn row_work(width: usize) -> usize {
+    8 * width + 1024
 }
 
 multiversion! {
@@ -43,7 +67,7 @@ fn normalise_rows_body<I: Isa>(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32
 
 /// `1 / sqrt(mean(x^2) + eps)` of a row.
 #[inline(always)]
-fn inverse_rms<I: Isa>(x: &[f32], eps: f32) -> f32 {
+pub(crate) fn inverse_rms<I: Isa>(x: &[f32], eps: f32) -> f32 {
     1.0 / (sum_of_products::<I, 2>([x, x]) / x.len() as f32 + eps).sqrt()
 }
 
@@ -51,28 +75,18 @@ fn inverse_rms<I: Isa>(x: &[f32], eps: f32) -> f32 {
 /// order, then the lanes.
 #[inline(always)]
 fn sum_of_products<I: Isa, const N: usize>(rows: [&[f32]; N]) -> f32 {
-    let product = |i: usize| {
-        let mut factors = 1.0;
-        for row in &rows[..N - 1] {
-            factors *= row[i];
-        }
-        (factors, rows[N - 1][i])
-    };
-    let mut sets = [[0.0; LANES]; SETS];
     let len = rows[0].len();
-    let whole = len - len % (SETS * LANES);
-    for start in (0..whole).step_by(SETS * LANES) {
+    let mut sets = [[0.0; LANES]; SETS];
+    for start in (0..len).step_by(SETS * LANES) {
         for (set, lanes) in sets.iter_mut().enumerate() {
-            for (lane, sum) in lanes.iter_mut().enumerate() {
-                let (a, b) = product(start + set * LANES + lane);
-                *sum = I::mul_add(a, b, *sum);
+            let from = start + set * LANES;
+            // A whole set is a loop of known length, so that it vectorises in rows as short as a head, too.
+            if from + LANES <= len {
+                add_products::<I, N>(rows.map(|row| &row[from..from + LANES]), &mut lanes[..]);
+            } else if from < len {
+                add_products::<I, N>(rows.map(|row| &row[from..len]), &mut lanes[..len - from]);
             }
         }
-    }
-    for i in whole..len {
-        let (a, b) = product(i);
-        let sum = &mut sets[(i - whole) / LANES][i % LANES];
-        *sum = I::mul_add(a, b, *sum);
     }
     let [mut lanes, rest @ ..] = sets;
     for set in rest {
@@ -81,6 +95,20 @@ fn sum_of_products<I: Isa, const N: usize>(rows: [&[f32]; N]) -> f32 {
         }
     }
     sum_lanes(lanes)
+}
+
+/// Adds the product of element `i` of all rows to `sums[i]`.
+#[inline(always)]
+fn add_products<I: Isa, const N: usize>(rows: [&[f32]; N], sums: &mut [f32]) {
+    let n = sums.len();
+    let rows = rows.map(|row| &row[..n]);
+    for (i, sum) in sums.iter_mut().enumerate() {
+        let mut factors = 1.0;
+        for row in &rows[..N - 1] {
+            factors *= row[i];
+        }
+        *sum = I::mul_add(factors, rows[N - 1][i], *sum);
+    }
 }
 
 /// [`rms_norm`] of `x` `[.., D]` by `weight` `[D]`, differentiable in both.
@@ -156,7 +184,7 @@ fn backward(saved: &Saved<'_>, grad: &[f32], x_grad: &mut [f32], weight_grad: &m
     let n_rows = grad.len() / width;
     let n_blocks = n_rows.div_ceil(BLOCK_ROWS);
     let mut sums = vec![0.0; n_blocks * width];
-    let (x_parts, sum_parts) = (parallel::Disjoint::new(x_grad), parallel::Disjoint::new(&mut sums));
+    let (x_parts, sum_parts) = (Disjoint::new(x_grad), Disjoint::new(&mut sums));
     parallel::for_each(n_blocks, 6 * grad.len(), |block| {
         let rows = block * BLOCK_ROWS * width..((block + 1) * BLOCK_ROWS).min(n_rows) * width;
         let saved = Saved { x: &saved.x[rows.clone()], ..*saved };
@@ -249,6 +277,17 @@ mod tests {
                 prop_assert_eq!(bits(&alone), bits(y));
             }
         }
+    }
+
+    #[test]
+    fn adding_on_the_way_gives_the_bits_of_adding_before() {
+        let (x, y, weight) = (wave(6 * 40, 0.0), wave(6 * 40, 5.0), wave(40, 9.0));
+        let sums: Vec<f32> = x.iter().zip(&y).map(|(x, y)| x + y).collect();
+        let mut expected = vec![0.0; x.len()];
+        rms_norm(&sums, &weight, 1e-6, &mut expected);
+        let (mut added, mut out) = (x, vec![f32::NAN; sums.len()]);
+        add_rms_norm(&mut added, &y, &weight, 1e-6, &mut out);
+        assert_eq!((added, out), (sums, expected));
     }
 
     #[test]

@@ -7,6 +7,7 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 use crate::candle_io::{f32_slice, with_f32};
 use crate::isa::{Isa, multiversion};
 use crate::parallel;
+use crate::rms_norm::{inverse_rms, row_work};
 
 /// Cosines and sines of every angle, `[max_positions, head_dim / 2]` each.
 #[derive(Clone, Debug)]
@@ -61,6 +62,47 @@ pub fn rope(x: &mut [f32], positions: &[u32], table: &RopeTable) {
 
 /// [`rope`] with every sine times `direction`: 1 changes no bit, -1 turns back.
 fn rotate(x: &mut [f32], positions: &[u32], table: &RopeTable, direction: f32) {
+    let row_len = checked_row_len(x, positions, table);
+    parallel::for_rows(x, row_len, ROTATE_WORK * row_len, |first, rows| {
+        rotate_rows(rows, &positions[first..][..rows.len() / row_len], table, direction);
+    });
+}
+
+/// Multiply-adds that turning an element costs, about.
+const ROTATE_WORK: usize = 8;
+
+/// RMSNorm of every head of `x` `[T, H, head_dim]` by `weight` `[head_dim]`, then [`rope`], in place: the bits of one
+/// after the other.
+///
+/// # Panics
+/// As [`rope`], or if `weight` is not `[head_dim]`.
+pub fn norm_rope(x: &mut [f32], (weight, eps): (&[f32], f32), positions: &[u32], table: &RopeTable) {
+    assert_eq!(weight.len(), 2 * table.half, "a weight for each element of a head");
+    let row_len = checked_row_len(x, positions, table);
+    let row_work = row_len / weight.len() * row_work(weight.len()) + ROTATE_WORK * row_len;
+    parallel::for_rows(x, row_len, row_work, |first, rows| {
+        let positions = &positions[first..][..rows.len() / row_len];
+        normalise_heads(rows, weight, eps);
+        rotate_rows(rows, positions, table, 1.0);
+    });
+}
+
+multiversion! {
+    fn normalise_heads(x: &mut [f32], weight: &[f32], eps: f32) = normalise_heads_body;
+}
+
+#[inline(always)]
+fn normalise_heads_body<I: Isa>(x: &mut [f32], weight: &[f32], eps: f32) {
+    for head in x.chunks_exact_mut(weight.len()) {
+        let scale = inverse_rms::<I>(head, eps);
+        for (x, &weight) in head.iter_mut().zip(weight) {
+            *x = *x * scale * weight;
+        }
+    }
+}
+
+/// Elements of a token, `H * head_dim`.
+fn checked_row_len(x: &[f32], positions: &[u32], table: &RopeTable) -> usize {
     let row_len = x.len() / positions.len().max(1);
     assert!(
         row_len * positions.len() == x.len() && row_len.is_multiple_of(2 * table.half),
@@ -73,9 +115,7 @@ fn rotate(x: &mut [f32], positions: &[u32], table: &RopeTable, direction: f32) {
         let end = table.max_positions();
         assert!((last as usize) < end, "position {last} is past the table of {end} positions");
     }
-    parallel::for_rows(x, row_len, 2 * row_len, |first, rows| {
-        rotate_rows(rows, &positions[first..][..rows.len() / row_len], table, direction);
-    });
+    row_len
 }
 
 multiversion! {
@@ -204,6 +244,20 @@ mod tests {
                 rope(row, std::slice::from_ref(position), &table);
             }
             prop_assert_eq!(all, alone);
+        }
+    }
+
+    #[test]
+    fn norm_and_rope_at_once_have_the_bits_of_one_after_the_other() {
+        for half in [1, 8, 16, 33] {
+            let (table, positions) = (RopeTable::new(1e4, 2 * half, 100), [7, 99, 0, 50, 12]);
+            let weight: Vec<f32> = wave(2 * half).iter().map(|x| x + 4.0).collect();
+            let mut at_once = wave(5 * 3 * 2 * half);
+            let mut expected = vec![0.0; at_once.len()];
+            crate::rms_norm::rms_norm(&at_once, &weight, 1e-6, &mut expected);
+            rope(&mut expected, &positions, &table);
+            norm_rope(&mut at_once, (&weight, 1e-6), &positions, &table);
+            assert_eq!(at_once, expected);
         }
     }
 

@@ -155,7 +155,7 @@ fn replayed(ids: &[u16], config: RouterConfig, layer: usize, n_tokens: usize) ->
 
 fn top_k_rows(scores: &[f32], config: RouterConfig, ids: &mut [u16]) {
     let RouterConfig { n_experts, top_k, .. } = config;
-    parallel::for_rows(ids, top_k, 4 * n_experts, |first, ids| {
+    parallel::for_rows(ids, top_k, COMPARE_WORK * n_experts, |first, ids| {
         for (row, ids) in scores[first * n_experts..].chunks_exact(n_experts).zip(ids.chunks_exact_mut(top_k))
         {
             take_highest(row, ids);
@@ -201,8 +201,10 @@ pub fn gates(scores: &[f32], config: RouterConfig, choice: &Choice, out: &mut [f
     });
 }
 
-/// Multiply-adds that an `exp` costs, about.
-const EXP_WORK: usize = 12;
+/// Multiply-adds that an `exp` costs in rows as short as these, about.
+const EXP_WORK: usize = 128;
+/// Multiply-adds that finding the place of a score costs, about.
+const COMPARE_WORK: usize = 256;
 
 multiversion! {
     fn gate_rows(scores: &[f32], ids: &[u16], config: RouterConfig, out: &mut [f32]) = gate_rows_body;

@@ -4,10 +4,10 @@ use r3_core::ids::TokenId;
 use r3_kernels::attention::split::split_attention;
 use r3_kernels::attention::{Heads, KvCache, PagedSequence, paged_attention};
 use r3_kernels::experts::{ExpertDims, ExpertScratch, Experts, Routed, forward as run_experts};
-use r3_kernels::gemm::{Dtype, PackedMatrix, matmul};
+use r3_kernels::gemm::{Dtype, PackedMatrix, matmul, matmul_all};
 use r3_kernels::numerics::Numerics;
-use r3_kernels::rms_norm::rms_norm;
-use r3_kernels::rope::{RopeTable, rope};
+use r3_kernels::rms_norm::{add_rms_norm, rms_norm};
+use r3_kernels::rope::{RopeTable, norm_rope};
 use r3_kernels::router::{Choice, Routing, choose, gates};
 use r3_kernels::swiglu::silu_mul;
 
@@ -133,11 +133,8 @@ impl Executor for Buffers {
 
     fn embed(&mut self, table: &Projection, tokens: &[TokenId]) -> Result<Rows, ModelError> {
         check_vocabulary(tokens, table.matrix.n())?;
-        let width = table.matrix.k();
-        let mut out = self.take(tokens.len(), width);
-        for (row, token) in out.values_mut().chunks_exact_mut(width).zip(tokens) {
-            table.matrix.unpack_row(token.index(), row);
-        }
+        let mut out = self.take(tokens.len(), table.matrix.k());
+        table.matrix.unpack_rows(|t| tokens[t].index(), out.values_mut());
         Ok(out)
     }
 
@@ -153,12 +150,16 @@ impl Executor for Buffers {
         Ok(out)
     }
 
-    fn norm_rope(&mut self, x: Rows, weight: &Vec<f32>, attend: &Paged<'_>) -> Result<Rows, ModelError> {
-        let mut out = self.take(x.rows(), x.width);
-        rms_norm(x.values(), weight, self.constants.eps, out.values_mut());
-        self.release(x);
-        rope(out.values_mut(), attend.positions, &self.rope);
+    fn qkv(&mut self, x: &Rows, projections: [&Projection; 3]) -> Result<[Rows; 3], ModelError> {
+        let mut out = projections.map(|projection| self.take(x.rows(), projection.matrix.n()));
+        let weights = projections.map(|projection| (&projection.matrix, projection.bias.as_deref()));
+        matmul_all(x.values(), weights, out.each_mut().map(Rows::values_mut));
         Ok(out)
+    }
+
+    fn norm_rope(&mut self, mut x: Rows, weight: &Vec<f32>, attend: &Paged<'_>) -> Result<Rows, ModelError> {
+        norm_rope(x.values_mut(), (weight, self.constants.eps), attend.positions, &self.rope);
+        Ok(x)
     }
 
     fn attend(&mut self, layer: usize, qkv: [Rows; 3], attend: &mut Paged<'_>) -> Result<Rows, ModelError> {
@@ -215,6 +216,13 @@ impl Executor for Buffers {
         }
         self.release(y);
         Ok(x)
+    }
+
+    fn add_rms_norm(&mut self, mut x: Rows, y: Rows, weight: &Vec<f32>) -> Result<[Rows; 2], ModelError> {
+        let mut out = self.take(x.rows(), x.width);
+        add_rms_norm(x.values_mut(), y.values(), weight, self.constants.eps, out.values_mut());
+        self.release(y);
+        Ok([x, out])
     }
 
     fn release(&mut self, act: Rows) {

@@ -198,6 +198,15 @@ impl ModelConfig {
     pub fn n_parameters(&self) -> usize {
         crate::source::canonical_tensors(self).iter().map(|(_, shape)| shape.iter().product::<usize>()).sum()
     }
+
+    /// Parameters that a token is multiplied by: those of its `K` experts, and not the embedding table, unless that is
+    /// the head as well.
+    #[must_use]
+    pub fn active_parameters(&self) -> usize {
+        let idle_experts = self.moe_layers().len() * (self.n_experts - self.top_k);
+        let embedding = if self.tied_head { 0 } else { self.vocab_size * self.hidden_size };
+        self.n_parameters() - idle_experts * 3 * self.moe_inter * self.hidden_size - embedding
+    }
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "constants of the model are used as f32")]

@@ -31,6 +31,10 @@ pub trait Executor {
     fn rms_norm(&mut self, x: &Self::Act, weight: &Self::Vector) -> Result<Self::Act, ModelError>;
     /// `x Wᵀ + b`.
     fn linear(&mut self, x: &Self::Act, matrix: &Self::Matrix) -> Result<Self::Act, ModelError>;
+    /// [`Self::linear`] of the same `x` by the projections of queries, keys and values.
+    fn qkv(&mut self, x: &Self::Act, [q, k, v]: [&Self::Matrix; 3]) -> Result<[Self::Act; 3], ModelError> {
+        Ok([self.linear(x, q)?, self.linear(x, k)?, self.linear(x, v)?])
+    }
     /// RMSNorm of every head of `x` `[T, H * hd]`, then the rotary embedding of its position.
     fn norm_rope(
         &mut self,
@@ -63,6 +67,17 @@ pub trait Executor {
     fn silu_mul(&mut self, gate_up: Self::Act) -> Result<Self::Act, ModelError>;
     /// `x + y`.
     fn add(&mut self, x: Self::Act, y: Self::Act) -> Result<Self::Act, ModelError>;
+    /// `x + y` and its RMSNorm.
+    fn add_rms_norm(
+        &mut self,
+        x: Self::Act,
+        y: Self::Act,
+        weight: &Self::Vector,
+    ) -> Result<[Self::Act; 2], ModelError> {
+        let x = self.add(x, y)?;
+        let h = self.rms_norm(&x, weight)?;
+        Ok([x, h])
+    }
     /// Says that `act` is no longer needed.
     fn release(&mut self, act: Self::Act);
 }

@@ -22,12 +22,11 @@ pub fn forward<E: Executor>(
     routing: &mut Routing<'_>,
 ) -> Result<E::Act, ModelError> {
     let mut x = exec.embed(&weights.embed, tokens)?;
+    let mut h = exec.rms_norm(&x, &weights.layers[0].input_norm)?;
     let mut moe_layer = 0;
     for (index, layer) in weights.layers.iter().enumerate() {
-        let h = exec.rms_norm(&x, &layer.input_norm)?;
         let mixed = attention(exec, (index, layer), h, attend)?;
-        x = exec.add(x, mixed)?;
-        let h = exec.rms_norm(&x, &layer.post_norm)?;
+        [x, h] = exec.add_rms_norm(x, mixed, &layer.post_norm)?;
         let y = match &layer.mlp {
             Mlp::Moe { router, experts } => {
                 let scores = exec.linear(&h, router)?;
@@ -44,11 +43,11 @@ pub fn forward<E: Executor>(
             }
         };
         exec.release(h);
-        x = exec.add(x, y)?;
+        let next_norm = weights.layers.get(index + 1).map_or(&weights.norm, |layer| &layer.input_norm);
+        [x, h] = exec.add_rms_norm(x, y, next_norm)?;
     }
-    let hidden = exec.rms_norm(&x, &weights.norm)?;
     exec.release(x);
-    Ok(hidden)
+    Ok(h)
 }
 
 /// Logits `[T, V]` of hidden states `[T, D]`.
@@ -70,7 +69,7 @@ fn attention<E: Executor>(
     h: E::Act,
     attend: &mut E::Attend<'_>,
 ) -> Result<E::Act, ModelError> {
-    let (q, k, v) = (exec.linear(&h, &layer.q)?, exec.linear(&h, &layer.k)?, exec.linear(&h, &layer.v)?);
+    let [q, k, v] = exec.qkv(&h, [&layer.q, &layer.k, &layer.v])?;
     exec.release(h);
     let q = exec.norm_rope(q, &layer.q_norm, attend)?;
     let k = exec.norm_rope(k, &layer.k_norm, attend)?;
