@@ -17,6 +17,7 @@
 
 pub mod adamw;
 pub mod attention;
+pub mod draw;
 pub mod experts;
 pub mod gemm;
 pub mod lm_head;

@@ -63,9 +63,9 @@ fn logprob_rows_body<I: Isa>(logits: &[f32], targets: &[u32], scale: f32, logpro
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct BlockSums {
     /// Highest logit.
-    highest: f32,
+    pub(crate) highest: f32,
     /// `sum e^z` of `z = (x - highest) / temperature`.
-    sum: f32,
+    pub(crate) sum: f32,
     /// `sum z e^z`, for the entropy.
     moment: f32,
 }
@@ -121,6 +121,11 @@ impl Distribution {
     /// Nats of a token of logit `logit`.
     pub(crate) fn logprob(&self, logit: f32) -> f32 {
         (f64::from(self.scale * (logit - self.highest)) - self.sum.ln()) as f32
+    }
+
+    /// Probability of the tokens of a block that was added.
+    pub(crate) fn share(&self, block: BlockSums) -> f64 {
+        self.moved(block.highest, self.highest, (block.sum.into(), 0.0)).0 / self.sum
     }
 
     /// Entropy in nats, if every block came with its moment.

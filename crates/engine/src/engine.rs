@@ -8,6 +8,7 @@ use r3_kernels::attention::{KvCache, PagedSequence};
 use r3_kernels::logprob::chosen_logprobs;
 use r3_kernels::route_record::RouteRecord;
 use r3_kernels::router::Routing;
+use r3_kernels::team::in_team;
 use r3_model::buffers::{Buffers, Paged, Rows};
 use r3_model::config::ModelConfig;
 use r3_model::executor::{Executor, Weights, check_vocabulary};
@@ -20,7 +21,10 @@ use r3_scheduler::scheduler::{Scheduler, SchedulerStats};
 use crate::config::EngineConfig;
 use crate::error::EngineError;
 use crate::refit;
-use crate::sampler::{SampleKey, Sampler, Sampling};
+use crate::sampler::{Draw, SampleKey, Sampler, Sampling};
+
+/// Multiply-adds of a tick that are worth waking other threads for.
+const TEAM_WORK: usize = 1 << 20;
 
 /// All rollouts of one prompt, to be sampled alike.
 #[derive(Clone, Debug)]
@@ -66,8 +70,11 @@ pub struct Engine {
     record: Option<RouteRecord>,
     sampler: Sampler,
     pub(crate) sampling: HashMap<SequenceId, (Sampling, u64)>,
+    draws: Vec<Draw>,
     samples: Vec<Sample>,
     logit_rows: Vec<usize>,
+    /// Multiply-adds, about.
+    work_per_token: usize,
     /// Empty between ticks; kept for its memory.
     tables: Vec<PagedSequence<'static>>,
 }
@@ -101,8 +108,10 @@ impl Engine {
                 .then(|| RouteRecord::new(model.route_dims().n_layers, model.router())),
             sampler: Sampler::default(),
             sampling: HashMap::new(),
+            draws: Vec::new(),
             samples: Vec::new(),
             logit_rows: Vec::new(),
+            work_per_token: model.active_parameters(),
             tables: Vec::new(),
         })
     }
@@ -149,6 +158,12 @@ impl Engine {
             return Ok(TickStats::default());
         }
         self.scheduler.plan_within(max_tokens);
+        let work = self.scheduler.tick_plan().n_tokens() * self.work_per_token;
+        if work < TEAM_WORK { self.compute() } else { in_team(|| self.compute()) }
+    }
+
+    /// The planned batch: forward, record, sample, advance.
+    fn compute(&mut self) -> Result<TickStats, EngineError> {
         let logits = self.forward()?;
         self.record_routes();
         let copies = &self.scheduler.tick_plan().copies_after_forward;
@@ -267,9 +282,14 @@ impl Engine {
         let hidden = forward(exec, weights, &plan.tokens, &mut attend, &mut routing)?;
         *tables = emptied(sequences);
         wanted_rows(plan, &mut self.logit_rows);
-        let wanted = exec.select_rows(&hidden, self.logit_rows.iter().copied());
+        let wanted = if self.logit_rows.len() == plan.n_tokens() {
+            hidden
+        } else {
+            let wanted = exec.select_rows(&hidden, self.logit_rows.iter().copied());
+            exec.release(hidden);
+            wanted
+        };
         let logits = logits(exec, weights, &wanted)?;
-        exec.release(hidden);
         exec.release(wanted);
         Ok(logits)
     }
@@ -308,16 +328,18 @@ impl Engine {
     fn sample(&mut self, logits: &Rows) {
         let vocab_size = self.weights.config.vocab_size;
         self.samples.clear();
+        self.draws.clear();
         for site in &self.scheduler.tick_plan().samples {
             let sequence = self.scheduler.sequence(site.sequence);
             let (sampling, seed) = self.sampling[&site.sequence];
             let position = u32::try_from(sequence.position).expect("positions fit a u32");
             let key = SampleKey { seed, group: sequence.group, index: sequence.index, position };
             let row = self.logit_row(site.row);
-            let drawn =
-                self.sampler.draw(&logits.values()[row * vocab_size..(row + 1) * vocab_size], &sampling, key);
-            self.samples.push(Sample { sequence: site.sequence, token: drawn.token, logprob: drawn.logprob });
+            let logits = row * vocab_size..(row + 1) * vocab_size;
+            self.draws.push(Draw { sampling, key, logits });
+            self.samples.push(Sample { sequence: site.sequence, token: TokenId(0), logprob: 0.0 });
         }
+        self.sampler.draw_all(logits.values(), &self.draws, &mut self.samples);
     }
 
     /// Index among the computed logits of row `row` of the plan.

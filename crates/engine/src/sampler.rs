@@ -1,7 +1,12 @@
 //! Draws a token from logits, keyed so that neither batch nor schedule can change the draw.
 
+use std::ops::Range;
+
 use r3_core::ids::{GroupId, TokenId};
+use r3_kernels::draw::draw;
 use r3_kernels::logprob::chosen_logprobs;
+use r3_kernels::parallel::for_rows;
+use r3_scheduler::request::Sample;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -54,6 +59,17 @@ impl SampleKey {
     }
 }
 
+/// A draw to be made.
+#[derive(Clone, Debug)]
+pub struct Draw {
+    /// How.
+    pub sampling: Sampling,
+    /// What decides it.
+    pub key: SampleKey,
+    /// Where its row of logits lies.
+    pub logits: Range<usize>,
+}
+
 /// A drawn token.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Drawn {
@@ -71,20 +87,33 @@ pub struct Sampler {
 }
 
 impl Sampler {
+    /// Makes every draw, over the threads, and writes token and logprob of `draws[i]` to `samples[i]`.
+    pub fn draw_all(&mut self, logits: &[f32], draws: &[Draw], samples: &mut [Sample]) {
+        let is_whole = |draw: &Draw| draw.sampling.temperature == 0.0 || draw.sampling.has_full_support();
+        let vocab_size = draws.first().map_or(0, |draw| draw.logits.len());
+        for_rows(samples, 1, DRAW_WORK * vocab_size, |first, samples| {
+            for (sample, draw) in samples.iter_mut().zip(&draws[first..]).filter(|(_, draw)| is_whole(draw)) {
+                let drawn = draw_whole(&logits[draw.logits.clone()], &draw.sampling, draw.key);
+                (sample.token, sample.logprob) = (drawn.token, drawn.logprob);
+            }
+        });
+        // Truncation sorts the vocabulary, which takes memory: one after the other.
+        for (sample, draw) in samples.iter_mut().zip(draws).filter(|(_, draw)| !is_whole(draw)) {
+            let drawn = self.draw(&logits[draw.logits.clone()], &draw.sampling, draw.key);
+            (sample.token, sample.logprob) = (drawn.token, drawn.logprob);
+        }
+    }
+
     /// Draws one token from `logits` `[V]`.
     ///
     /// The order of truncation is top-k, then top-p, then min-p, each on what the one before kept.
     pub fn draw(&mut self, logits: &[f32], sampling: &Sampling, key: SampleKey) -> Drawn {
-        if sampling.temperature == 0.0 {
-            return scored(argmax(logits), logits, 1.0);
+        if sampling.temperature == 0.0 || sampling.has_full_support() {
+            return draw_whole(logits, sampling, key);
         }
         let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         self.weights.clear();
         self.weights.extend(logits.iter().map(|logit| ((logit - max) / sampling.temperature).exp()));
-        if sampling.has_full_support() {
-            let token = pick(self.weights.iter().copied().zip(0..), key.uniform());
-            return scored(token, logits, sampling.temperature);
-        }
         self.truncate(sampling);
         let kept = self.order.iter().map(|&token| (self.weights[token as usize], token));
         let token = pick(kept.clone(), key.uniform());
@@ -122,6 +151,20 @@ impl Sampler {
     }
 }
 
+/// Multiply-adds that a logit costs, about: two exponentials.
+const DRAW_WORK: usize = 64;
+
+/// A draw that no token is cut from, which takes no memory.
+fn draw_whole(logits: &[f32], sampling: &Sampling, key: SampleKey) -> Drawn {
+    if sampling.temperature == 0.0 {
+        let (token, mut logprob) = (argmax(logits), [0.0]);
+        chosen_logprobs(logits, &[token], 1.0, &mut logprob);
+        return Drawn { token: TokenId(token), logprob: logprob[0] };
+    }
+    let drawn = draw(logits, sampling.temperature, key.uniform());
+    Drawn { token: TokenId(drawn.token), logprob: drawn.logprob }
+}
+
 /// Index of the largest logit, the lowest on a tie; a NaN is never the largest.
 fn argmax(logits: &[f32]) -> u32 {
     let mut best = (f32::NEG_INFINITY, 0);
@@ -150,14 +193,10 @@ fn pick(weights: impl Iterator<Item = (f32, u32)> + Clone, uniform: f64) -> u32 
     last
 }
 
-fn scored(token: u32, logits: &[f32], temperature: f32) -> Drawn {
-    let mut logprob = [0.0];
-    chosen_logprobs(logits, &[token], temperature, &mut logprob);
-    Drawn { token: TokenId(token), logprob: logprob[0] }
-}
-
 #[cfg(test)]
 mod tests {
+    use r3_core::ids::SequenceId;
+
     use super::*;
 
     const KEY: SampleKey = SampleKey { seed: 1, group: GroupId(2), index: 3, position: 4 };
@@ -200,6 +239,26 @@ mod tests {
         assert!((f64::from(u32::try_from(ones).unwrap()) / 20_000.0 - expected).abs() < 0.01);
         let one = drawn.iter().find(|drawn| drawn.token == TokenId(1)).unwrap();
         assert!((f64::from(one.logprob) - expected.ln()).abs() < 1e-6);
+    }
+
+    #[test]
+    fn draws_made_together_are_those_made_one_by_one() {
+        let logits: Vec<f32> = (0..6 * 40).map(|i| (i as f32 * 1.9).sin() * 3.0).collect();
+        let samplings = [FULL, Sampling::GREEDY, Sampling { sample_top_k: 3, ..FULL }];
+        let draws: Vec<Draw> = (0..6)
+            .map(|at: u32| Draw {
+                sampling: samplings[at as usize % 3],
+                key: SampleKey { position: at, ..KEY },
+                logits: at as usize * 40..(at as usize + 1) * 40,
+            })
+            .collect();
+        let unsampled = Sample { sequence: SequenceId(0), token: TokenId(99), logprob: 0.0 };
+        let mut samples = vec![unsampled; 6];
+        Sampler::default().draw_all(&logits, &draws, &mut samples);
+        for (draw, sample) in draws.iter().zip(samples) {
+            let drawn = Sampler::default().draw(&logits[draw.logits.clone()], &draw.sampling, draw.key);
+            assert_eq!((sample.token, sample.logprob), (drawn.token, drawn.logprob));
+        }
     }
 
     #[test]

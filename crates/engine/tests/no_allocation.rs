@@ -1,4 +1,4 @@
-//! A decode tick allocates nothing, whether or not routes are captured.
+//! A decode tick allocates nothing, whether or not routes are captured, on one thread or as a team of two.
 
 use std::path::Path;
 
@@ -11,16 +11,18 @@ use r3_kernels::numerics::Numerics;
 use r3_model::config::ModelConfig;
 use r3_model::init::FreshWeights;
 
-/// Small enough that no work goes to other threads, whose allocations would not be counted.
-fn model() -> ModelConfig {
-    let json = r#"{ "model_type": "qwen3_moe", "vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 2,
-                    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 8,
-                    "moe_intermediate_size": 4, "num_experts": 4, "num_experts_per_tok": 2 }"#;
-    ModelConfig::parse(serde_json::from_str(json).unwrap(), Path::new("config.json")).unwrap()
+/// A model of this width: of 8 no work goes to other threads, of 128 a tick is worth a team.
+fn model(width: usize) -> ModelConfig {
+    let json = serde_json::json!({
+        "model_type": "qwen3_moe", "vocab_size": 16, "hidden_size": width, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": width / 2, "intermediate_size": width,
+        "moe_intermediate_size": width, "num_experts": 4, "num_experts_per_tok": 2,
+    });
+    ModelConfig::parse(serde_json::from_value(json).unwrap(), Path::new("config.json")).unwrap()
 }
 
-fn engine(capture_routes: bool, prefix_cache: bool) -> Engine {
-    let model = model();
+fn engine(width: usize, capture_routes: bool, prefix_cache: bool) -> Engine {
+    let model = model(width);
     let mut config = EngineConfig {
         dtype: Dtype::Bf16,
         numerics: Numerics::Exact,
@@ -54,8 +56,19 @@ fn submit(engine: &mut Engine, seed: u64) {
 
 #[test]
 fn a_decode_tick_allocates_nothing() {
+    decode(8);
+}
+
+/// Counted on the thread that leads; who helps runs the same tasks.
+#[test]
+fn a_decode_tick_of_a_team_allocates_nothing() {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+    pool.install(|| decode(128));
+}
+
+fn decode(width: usize) {
     for (capture_routes, prefix_cache) in [(false, false), (false, true), (true, false), (true, true)] {
-        let mut engine = engine(capture_routes, prefix_cache);
+        let mut engine = engine(width, capture_routes, prefix_cache);
         // Buffers grow with the largest batch that was seen.
         submit(&mut engine, 1);
         while engine.has_work() {
