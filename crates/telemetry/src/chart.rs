@@ -22,13 +22,15 @@ pub struct Series {
     pub points: Vec<(f64, f64)>,
 }
 
-/// A chart with steps along x.
+/// A chart with steps, or something else that is counted, along x.
 #[derive(Clone, Debug)]
 pub struct Chart {
     /// What is drawn.
     pub title: &'static str,
     /// Label of the y axis, with its unit.
     pub unit: &'static str,
+    /// Label of the x axis.
+    pub along: &'static str,
     /// How values map to height.
     pub scale: Scale,
     /// The lines, first one on top.
@@ -41,6 +43,10 @@ const LEFT: f64 = 58.0;
 const RIGHT: f64 = WIDTH - 16.0;
 const TOP: f64 = 64.0;
 const BOTTOM: f64 = HEIGHT - 44.0;
+/// The style of a chart that is a file: no page lends it one.
+const FILE_STYLE: &str = "text{font:12px system-ui,sans-serif;fill:#555}.title{font-size:16px;font-weight:600;fill:#111}\
+    .grid{stroke:#e4e4e4}.axis,.notch{stroke:#888}.line{fill:none;stroke-width:2}.line.a{stroke:#1f6fb4}\
+    .line.b{stroke:#b4541f;stroke-dasharray:5 4;stroke-width:1.5}.dot.a{fill:#1f6fb4}.dot.b{fill:none}";
 /// More points than this are drawn as a line alone.
 const MAX_DOTS: usize = 80;
 
@@ -77,15 +83,28 @@ impl Chart {
         }
         svg += &format!(
             "<line class=\"axis\" x1=\"{LEFT}\" x2=\"{RIGHT}\" y1=\"{BOTTOM}\" y2=\"{BOTTOM}\"/>\
-             <text class=\"tick\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">step</text>\n",
+             <text class=\"tick\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>\n",
             f64::midpoint(LEFT, RIGHT),
-            BOTTOM + 36.0
+            BOTTOM + 36.0,
+            self.along
         );
         svg += &self.legend();
         for series in self.series.iter().rev() {
-            svg += &line(series, &x, &y);
+            svg += &line(series, self.along, &x, &y);
         }
         svg + "</svg>\n"
+    }
+
+    /// The chart as a file of its own, which brings the colours of its classes `a` and `b`.
+    #[must_use]
+    pub fn svg_file(&self) -> String {
+        let namespace = "<svg xmlns=\"http://www.w3.org/2000/svg\" ";
+        let (element, rest) = self.svg().split_once('\n').map_or_else(Default::default, |(element, rest)| {
+            (element.replacen("<svg ", namespace, 1), rest.to_owned())
+        });
+        format!(
+            "{element}\n<style>{FILE_STYLE}</style>\n<rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"#fff\"/>\n{rest}"
+        )
     }
 
     /// Names and samples of the lines, right-aligned beside the title.
@@ -110,7 +129,7 @@ impl Chart {
 }
 
 /// Path and dots of one series; each dot tells its values when hovered over.
-fn line(series: &Series, x: &Axis, y: &Axis) -> String {
+fn line(series: &Series, along: &str, x: &Axis, y: &Axis) -> String {
     let mut path = String::new();
     let mut dots = String::new();
     let mut pen_down = false;
@@ -128,7 +147,7 @@ fn line(series: &Series, x: &Axis, y: &Axis) -> String {
         if show_all || alone {
             let hollow = if y.holds(value) { "" } else { " hollow" };
             dots += &format!(
-                "<circle class=\"dot {}{hollow}\" cx=\"{px:.1}\" cy=\"{py:.1}\" r=\"2.6\"><title>step {step}, {}: {}</title></circle>",
+                "<circle class=\"dot {}{hollow}\" cx=\"{px:.1}\" cy=\"{py:.1}\" r=\"2.6\"><title>{along} {step}, {}: {}</title></circle>",
                 series.class,
                 series.name,
                 short(value)
@@ -274,13 +293,20 @@ mod tests {
     #[test]
     fn zeros_alone_fall_back_to_a_linear_axis_and_nothing_still_draws_axes() {
         assert!(!Axis::values(&series(&[0.0, 0.0]), Scale::Log).log);
-        let chart = Chart { title: "KL", unit: "nats", scale: Scale::Log, series: series(&[]) };
+        let chart =
+            Chart { title: "KL", unit: "nats", along: "step", scale: Scale::Log, series: series(&[]) };
         assert!(!chart.svg().contains("NaN") && chart.svg().contains(">step<"));
     }
 
     #[test]
     fn a_zero_on_a_log_axis_is_hollow_on_the_lower_edge() {
-        let chart = Chart { title: "KL", unit: "nats", scale: Scale::Log, series: series(&[1e-5, 0.0]) };
+        let chart = Chart {
+            title: "KL",
+            unit: "nats",
+            along: "step",
+            scale: Scale::Log,
+            series: series(&[1e-5, 0.0]),
+        };
         assert!(
             chart.svg().contains(&format!("class=\"dot on hollow\" cx=\"{RIGHT:.1}\" cy=\"{BOTTOM:.1}\""))
         );
@@ -289,6 +315,7 @@ mod tests {
     #[test]
     fn a_line_breaks_where_a_value_is_missing() {
         let chart = Chart {
+            along: "step",
             title: "KL",
             unit: "nats",
             scale: Scale::Linear,
@@ -298,6 +325,17 @@ mod tests {
         let path =
             svg.split("class=\"line on\" d=\"").nth(1).and_then(|rest| rest.split('"').next()).unwrap();
         assert_eq!((path.matches('M').count(), path.matches('L').count()), (2, 1), "{path}");
+    }
+
+    #[test]
+    fn a_file_is_whole_and_names_what_is_along_x() {
+        let unit = "us";
+        let chart =
+            Chart { title: "cost", unit, along: "tokens", scale: Scale::Linear, series: series(&[1.0, 2.0]) };
+        let svg = chart.svg_file();
+        assert!(svg.starts_with("<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox="), "{svg}");
+        assert!(svg.contains("<style>") && svg.ends_with("</svg>\n") && svg.contains(">tokens</text>"));
+        assert_eq!(svg.matches("<svg ").count(), 1);
     }
 
     #[test]

@@ -118,12 +118,14 @@ fn charts(runs: Runs<'_>) -> Vec<Chart> {
     let chart = |title, unit, scale, gauge| Chart {
         title,
         unit,
+        along: "step",
         scale,
         series: on_off(runs, |record| record.get(gauge)),
     };
     let percent = |title, unit, gauge: Gauge| Chart {
         title,
         unit,
+        along: "step",
         scale: Scale::Linear,
         series: on_off(runs, |record| record.get(gauge).map(|share| 100.0 * share)),
     };
@@ -140,6 +142,7 @@ fn charts(runs: Runs<'_>) -> Vec<Chart> {
         charts.push(Chart {
             title: "Held-out accuracy",
             unit: "% solved",
+            along: "step",
             scale: Scale::Linear,
             series: held_out,
         });
