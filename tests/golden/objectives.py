@@ -98,9 +98,8 @@ def advantages(batch, algorithm, knobs, objective):
             continue
         totals = []
         for r in valid:
-            old = r["old"] if objective.get("old_logprobs") == "trainer" else r["rollout"]
-            r["kl"] = [m * kl_estimate(in_reward["estimator"], complex(o - f), None).real * in_reward["coef"]
-                       if in_reward else 0.0 for o, f, m in zip(old, r["reference"], r["mask"])]
+            r["kl"] = [m * kl_estimate(in_reward["estimator"], complex(q - f), None).real * in_reward["coef"]
+                       if in_reward else 0.0 for q, f, m in zip(r["rollout"], r["reference"], r["mask"])]
             totals.append(shaped_reward(r, objective.get("overlong")) - (0.0 if global_baseline else sum(r["kl"])))
         mean = sum(totals) / len(totals)
         for i, (r, total) in enumerate(zip(valid, totals)):
@@ -272,11 +271,37 @@ def cases():
     case("overlong of gspo", "gspo", overlong={"max_tokens": 8, "cache_tokens": 4})
     case("truncated", "dapo", truncated="mask")
     case("truncated, prompt_mean", "grpo", truncated="mask", aggregation="prompt_mean")
+    trainer = {"old_logprobs": "trainer"}
+    for name in ("dapo", "gspo", "cispo", "rloo"):
+        for kind in ({"tis": {}}, {"tis": {"cap": 1.2}}, {"sequence_tis": {"cap": 1.5}}, {"icepop": {"low": 0.8, "high": 1.5}}):
+            (word, own), = kind.items()
+            case(f"{name}, {word} {own}", name, correction={"weight": kind}, **trainer)
+    masks = {"sequence_mask": {"low": 0.5, "high": 2.0}, "geometric_mask": {"low": 0.95, "high": 1.1},
+             "opsm": {"delta": 0.05}, "veto": {"below": 0.3}}
+    for word, own in masks.items():
+        case(f"dapo, {word}", "dapo", correction={word: own})
+        case(f"grpo, {word}, old of the trainer", "grpo", correction={word: own}, **trainer)
+    every = {"weight": {"tis": {"cap": 1.5}}, "geometric_mask": {"low": 0.8, "high": 1.3}, "opsm": {"delta": 0.1}, "veto": {"below": 0.05}}
+    case("several corrections", "dapo", correction=every, dual_clip=3.0, **trainer)
+    for estimator in ("k1", "k2", "k3", "unbiased"):
+        case(f"dapo, {estimator}", "dapo", kl={"coef": 0.3, "estimator": estimator})
+    case("grpo, k3", "grpo", kl={"coef": 0.04})
+    case("gspo, unbiased, old of the trainer", "gspo", kl={"coef": 0.1, "estimator": "unbiased"}, **trainer)
+    case("reinforce_plus_plus with baseline, k2", "reinforce_plus_plus", {"baseline": "group"}, kl={"coef": 0.1, "estimator": "k2"})
+    for name in algorithms:
+        case(f"{name}, k1 in the reward", name, kl={"coef": 0.05, "estimator": "k1", "place": "reward"})
+    case("dapo, k3 in the reward", "dapo", kl={"coef": 0.1, "estimator": "k3", "place": "reward"})
+    case("reinforce_plus_plus with baseline, k2 in the reward", "reinforce_plus_plus", {"baseline": "group"},
+         kl={"coef": 0.1, "estimator": "k2", "place": "reward"})
+    case("entropy", "dapo", entropy_coef=0.05)
+    case("everything", "gspo", {"clip_low": 0.05, "clip_high": 0.1}, entropy_coef=0.01, kl={"coef": 0.02}, correction=every,
+         aggregation="prompt_mean", **trainer)
     return out
 
 
-def main():
-    tensors, batches = {}, [make_batch(1, 5, 4), make_batch(2, 4, 3), make_batch(3, 6, 5)]
+def columns(batches):
+    """Tensors of the batches."""
+    tensors = {}
     for b, batch in enumerate(batches):
         rollouts = [r for group in batch for r in group]
         for key, dtype in (("group", np.int32), ("index", np.int32), ("prompt_tokens", np.int32), ("reward", np.float32),
@@ -286,6 +311,17 @@ def main():
         for key, dtype in (("mask", np.uint8), ("rollout", np.float32), ("old", np.float32), ("reference", np.float32),
                            ("policy", np.float64), ("entropy", np.float64)):
             tensors[f"{b}.{key}"] = np.array([x for r in rollouts for x in r[key]], dtype)
+    return tensors
+
+
+def described(names):
+    """Metadata of a file: the recipe of each case. One entry, or their order would change the file."""
+    return {"recipes": json.dumps({"max_new_tokens": MAX_NEW_TOKENS, "cases": names})}
+
+
+def main():
+    batches = [make_batch(1, 5, 4), make_batch(2, 4, 3), make_batch(3, 6, 5)]
+    tensors = columns(batches)
     every = cases()
     for at, (name, recipe) in enumerate(every.items()):
         (algorithm, knobs), = recipe["algorithm"].items()
@@ -305,7 +341,7 @@ def main():
             tensors[f"{at}.{b}.loss"] = np.array([loss(prompts, policies, recipe).real])
             tensors[f"{at}.{b}.grad"] = np.array(gradient)
     names = [{"name": name, **recipe} for name, recipe in every.items()]
-    save_file(tensors, f"{HERE}/objectives.safetensors", metadata={"cases": json.dumps(names), "max_new_tokens": str(MAX_NEW_TOKENS)})
+    save_file(tensors, f"{HERE}/objectives.safetensors", metadata=described(names))
     print(f"{len(every)} cases on {len(batches)} batches")
 
 

@@ -60,6 +60,8 @@ pub enum RunError {
         "the checkpoint was written with `{}: {}`, but the recipe now says {}", change.key, change.then, change.now
     )]
     RecipeChanged { change: Change },
+    #[error("{} has another vocabulary or other MoE layers than the model", path.display())]
+    ForeignReference { path: PathBuf },
     #[error("cannot use {}", path.display())]
     Io { path: PathBuf, source: io::Error },
     #[error("{} is not the run state r3 wrote", path.display())]
@@ -135,6 +137,10 @@ impl RunError {
                 "wait for it, stop it, or choose another directory with --set run.out=DIR".into()
             }
             Self::ModelOverwritten { .. } => "write to another directory with --set run.out=DIR".into(),
+            Self::ForeignReference { .. } => {
+                "set `objective.kl.reference` to a model of the same configuration, such as `model.path`"
+                    .into()
+            }
             Self::NothingToResume { .. } => "start the run without --resume".into(),
             Self::RecipeChanged { change: Change { key, then, .. } } => {
                 format!(
@@ -180,6 +186,7 @@ impl RunError {
             | Self::WeightsThere { .. }
             | Self::ModelOverwritten { .. }
             | Self::NothingToResume { .. }
+            | Self::ForeignReference { .. }
             | Self::RecipeChanged { .. }
             | Self::ReplayLayers { .. }
             | Self::RunState { .. }
@@ -279,6 +286,7 @@ mod tests {
             (ExitClass::Usage, RunError::WeightsThere { path: path() }),
             (ExitClass::Usage, RunError::ModelOverwritten { model: path(), path: path() }),
             (ExitClass::Usage, RunError::NothingToResume { path: path() }),
+            (ExitClass::Usage, RunError::ForeignReference { path: path() }),
             (ExitClass::Usage, changed),
             (ExitClass::Usage, io(ErrorKind::NotFound)),
             (ExitClass::Usage, io(ErrorKind::PermissionDenied)),

@@ -41,6 +41,8 @@ pub struct StepReport<'a> {
     pub routes: RoutesUse,
     /// Groups that dynamic sampling sent back.
     pub filtered: usize,
+    /// Groups that the step lacks of those the recipe asks for.
+    pub missing: usize,
     /// Groups and rollouts that the refit found unfinished.
     pub in_flight: (usize, usize),
     /// Bytes of frames in the ring when the batch was complete.
@@ -62,6 +64,7 @@ impl StepReport<'_> {
     /// Adds the step's counts to the run's totals.
     pub fn count(&self, exporter: &Exporter) {
         exporter.add(metrics::GROUPS_FILTERED, self.filtered as u64);
+        exporter.add(metrics::STEPS_WITHOUT_UPDATE, u64::from(self.stats.mini_steps == 0));
         exporter.add(metrics::PREEMPTIONS, self.sampled.preemptions);
         exporter.add(metrics::ROLLOUTS_RESUMED, self.in_flight.1 as u64);
         if self.routes == RoutesUse::Replay {
@@ -104,6 +107,17 @@ impl StepReport<'_> {
         record.set(metrics::PG_LOSS, actor.pg_loss);
         record.set(metrics::PPO_KL, actor.ppo_kl);
         record.set(metrics::PG_CLIPFRAC, actor.pg_clipfrac);
+        record.set(metrics::PG_CLIPFRAC_LOWER, actor.clip_frac_dual);
+        let optional = [
+            (metrics::KL_LOSS, actor.kl_loss),
+            (metrics::CORRECTION_MEAN, actor.correction_mean),
+            (metrics::CORRECTION_DROPPED, actor.correction_dropped_frac),
+        ];
+        for (metric, value) in optional {
+            if let Some(value) = value {
+                record.set(metric, value);
+            }
+        }
         record.set(metrics::ENTROPY, actor.entropy);
         record.set(metrics::GRAD_NORM, actor.grad_norm);
         record.set(metrics::LR, actor.lr);
@@ -125,6 +139,8 @@ impl StepReport<'_> {
         record.set(metrics::REWARD_FAILED, sampled.n_failed as f64);
         let n_equal = stats.batch.n_groups_equal + filtered;
         record.set(metrics::FRAC_REWARD_ZERO_STD, n_equal as f64 / n_groups.max(1) as f64);
+        record.set(metrics::GROUPS_MISSING, self.missing as f64);
+        record.set(metrics::TRUNCATED_MASKED, stats.batch.n_truncated_masked as f64);
         record.set(metrics::STALENESS_MEAN, stats.staleness_mean);
         record.set(metrics::STALENESS_MAX, stats.staleness_max as f64);
         record.set(metrics::ROLLOUT_PARTIAL_RATIO, sampled.n_mixed as f64 / n_rollouts as f64);
@@ -207,6 +223,7 @@ mod tests {
             timings,
             routes,
             filtered: 0,
+            missing: 0,
             in_flight: (0, 0),
             ring_used_bytes: 0,
         }
@@ -297,6 +314,7 @@ mod tests {
             timings,
             routes,
             filtered: 12,
+            missing: 0,
             in_flight: (0, 0),
             ring_used_bytes: 0,
         };

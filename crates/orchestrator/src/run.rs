@@ -10,6 +10,7 @@ use std::time::Instant;
 use r3_engine::memory::MemoryBudget;
 use r3_kernels::gemm::Dtype;
 use r3_model::export::{Companions, write_weights};
+use r3_recipe::bytes::Bytes;
 use r3_recipe::recipe::Recipe;
 use r3_recipe::rollout::InFlight;
 use r3_ring::ring::Ring;
@@ -103,6 +104,8 @@ pub(crate) fn with_deep_stack<T: Send>(
 struct Sampled {
     stats: SampleStats,
     filtered: usize,
+    /// Groups that the step lacks, since dynamic sampling used up its batches.
+    missing: usize,
     seconds: f64,
     began: Instant,
 }
@@ -166,8 +169,7 @@ impl<'a> Run<'a> {
         let sizes = setup::check_sizes(recipe, &config, &task)?;
         let (writer, reader) = Ring::create(recipe.ring.bytes.to_usize())?;
 
-        let state = resumed.as_deref().map(|dir| Ok::<_, RunError>((verify(dir)?, RunState::read(dir)?)));
-        let state = state.transpose()?;
+        let state = resumed.as_deref().map(read_state).transpose()?;
         let step = state.as_ref().map_or(0, |(trainer, _)| trainer.step);
         let trainer = load_trainer(recipe, model_dir, state.as_ref().map(|(trainer, _)| trainer))?;
         let policy = trainer.policy();
@@ -250,13 +252,14 @@ impl<'a> Run<'a> {
                 filtered += self.buffer.drop_equal()?;
             }
         }
-        if self.buffer.n_groups(rollout.group_size) == 0 {
+        let missing = rollout.groups - self.buffer.n_groups(rollout.group_size);
+        if missing == rollout.groups {
             return Err(RunError::NoSignal { n_groups: max_batches * rollout.groups, batches: max_batches });
         }
         if self.recipe.refit.in_flight == InFlight::Drain && self.n_pending > 0 {
             stats.add(self.worker.drain(bar(self, self.n_pending))?);
         }
-        Ok(Sampled { stats, filtered, seconds: began.elapsed().as_secs_f64(), began })
+        Ok(Sampled { stats, filtered, missing, seconds: began.elapsed().as_secs_f64(), began })
     }
 
     /// Trains on the rollouts in the ring where they lie, and gives them back.
@@ -267,7 +270,7 @@ impl<'a> Run<'a> {
         check_layers(&frames, &self.trainer.policy().config().moe_layers())?;
         let groups = groups(&frames, self.trainer.version(), self.recipe.train.max_staleness)?;
         let batch = Batch::pack(&groups, self.trainer.objective(), setup::limits(self.recipe))?;
-        let bar = self.telemetry.progress().bar(BarKind::Train, batch.n_passes() as u64);
+        let bar = self.telemetry.progress().bar(BarKind::Train, self.trainer.n_passes(&batch) as u64);
         let mut measured = start;
         let stats = self.trainer.step(&batch, &mut |pass| match pass.stage {
             Stage::Measured => {
@@ -312,6 +315,7 @@ impl<'a> Run<'a> {
             },
             routes: setup::routes_use(self.recipe),
             filtered: sampled.filtered,
+            missing: sampled.missing,
             in_flight: (served.refit.n_groups, served.refit.n_rollouts),
             ring_used_bytes: learned.ring_used_bytes,
         };
@@ -394,10 +398,20 @@ impl<'a> Run<'a> {
     }
 }
 
+/// What a whole checkpoint says of its trainer and its run.
+fn read_state(dir: &Path) -> Result<(TrainerState, RunState), RunError> {
+    Ok((verify(dir)?, RunState::read(dir)?))
+}
+
 /// Says where the run writes, where it can be watched, and what its engine's memory holds.
 fn announce(telemetry: &Telemetry, out: &Path, sizes: &Sizes) {
     telemetry.progress().line(&watch_line(out, telemetry.addr()));
     telemetry.progress().line(&memory_line(&sizes.memory, sizes.max_tokens));
+    if let Some(bytes) = sizes.reference_bytes {
+        telemetry
+            .progress()
+            .line(&format!("reference policy: {} of weights beside the trainer's", Bytes(bytes)));
+    }
 }
 
 /// Where a run writes, and where it can be watched.
@@ -415,11 +429,15 @@ fn load_trainer(
     model_dir: &Path,
     state: Option<&TrainerState>,
 ) -> Result<Trainer, RunError> {
-    let (_, policy) = setup::load_policy(model_dir, &Progress::stderr())?;
+    let (config, policy) = setup::load_policy(model_dir, &Progress::stderr())?;
     let total_steps = recipe.run.steps * recipe.train.mini_steps as u64;
     let optimiser = AdamWConfig::of_train(&recipe.train, total_steps);
     let temperature = setup::narrow(recipe.rollout.temperature);
+    let reference = setup::load_reference(recipe, &config)?;
     let mut trainer = Trainer::new(policy, setup::objective(recipe), optimiser, temperature);
+    if let Some(reference) = reference {
+        trainer = trainer.with_reference(reference);
+    }
     if let Some(state) = state {
         trainer.resume(model_dir, state)?;
     }

@@ -181,6 +181,8 @@ pub struct Sizes {
     pub memory: MemoryBudget,
     /// Tokens of the longest sequence there may be.
     pub max_tokens: usize,
+    /// Weights of the reference policy, if the recipe has one.
+    pub reference_bytes: Option<u64>,
 }
 
 /// Refuses sizes that cannot hold what the recipe asks for: the longest prompt with its completion in the KV cache,
@@ -204,7 +206,8 @@ pub fn check_sizes(recipe: &Recipe, model: &ModelConfig, task: &TaskParts) -> Re
     if recipe.ring.bytes.0 < needed_bytes {
         return Err(RunError::RingTooSmall { ring_bytes: recipe.ring.bytes.0, needed_bytes });
     }
-    Ok(Sizes { memory: config.budget(model)?, max_tokens })
+    let reference_bytes = recipe.objective.kl.as_ref().map(|_| 4 * model.n_parameters() as u64);
+    Ok(Sizes { memory: config.budget(model)?, max_tokens, reference_bytes })
 }
 
 /// Tokens of prompt and completion, all its answers included, where they are most.
@@ -284,6 +287,21 @@ pub fn load_policy(dir: &Path, progress: &Progress) -> Result<(ModelConfig, Poli
     )?;
     bar.finish();
     Ok((config, policy))
+}
+
+/// The policy that the recipe's KL is measured to, if it has one: a second set of weights in the trainer.
+///
+/// # Errors
+/// If it cannot be read, or is not of the shape of `model`.
+pub fn load_reference(recipe: &Recipe, model: &ModelConfig) -> Result<Option<Policy>, RunError> {
+    let Some(kl) = &recipe.objective.kl else { return Ok(None) };
+    let dir = kl.reference.as_ref().unwrap_or(&recipe.model.path);
+    let (config, policy) = load_policy(dir, &Progress::stderr())?;
+    let shape = |config: &ModelConfig| (config.vocab_size, config.route_dims(), config.moe_layers());
+    if shape(&config) != shape(model) {
+        return Err(RunError::ForeignReference { path: dir.clone() });
+    }
+    Ok(Some(policy))
 }
 
 /// A source that moves a bar as it is read.

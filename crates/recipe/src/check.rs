@@ -30,6 +30,8 @@ pub enum Limit {
     BelowOne,
     /// Above 1.
     AboveOne,
+    /// 1 or more.
+    OneOrMore,
 }
 
 impl Limit {
@@ -49,6 +51,7 @@ impl Limit {
             Self::PositiveShare => value > 0.0 && value <= 1.0,
             Self::BelowOne => (0.0..1.0).contains(&value),
             Self::AboveOne => single > 1.0 && single.is_finite(),
+            Self::OneOrMore => single >= 1.0 && single.is_finite(),
         }
     }
 }
@@ -81,6 +84,7 @@ impl fmt::Display for Bound {
             Limit::PositiveShare => f.write_str("above 0 and at most 1"),
             Limit::BelowOne => f.write_str("at least 0 and below 1"),
             Limit::AboveOne => f.write_str("above 1"),
+            Limit::OneOrMore => f.write_str("at least 1"),
         }
     }
 }
@@ -185,6 +189,19 @@ pub enum Rule {
     /// A bound on clipped losses, and no clipped loss.
     #[error("`objective.dual_clip` bounds a clipped surrogate, but CISPO clips the weight instead")]
     DualClipOfCispo,
+    /// The importance of a token counted twice.
+    #[error(
+        "`objective.correction.weight` corrects for the rollout, but the ratio divides by the rollout's logprobs already"
+    )]
+    WeightOverRollout,
+    /// A gradient asked of a reward.
+    #[error("`objective.kl.estimator: unbiased` is about the gradient of a loss, but a reward has none")]
+    UnbiasedKlInReward,
+    /// A KL of completions that nobody runs the policy on.
+    #[error(
+        "`objective.kl.place: reward` needs every completion's KL, but `truncated: mask` leaves some out"
+    )]
+    KlInMaskedReward,
     /// Nothing would be left to train on.
     #[error("`task.arithmetic.held_out` is {held_out}, but {digits}-digit operands make only {pairs} pairs")]
     NothingToTrainOn {
@@ -242,6 +259,9 @@ impl Rule {
             | Self::TwoPlaces { path, .. } => [path; 2],
             Self::UnusedHorizon => ["objective.horizon"; 2],
             Self::DualClipOfCispo => ["objective.dual_clip"; 2],
+            Self::UnbiasedKlInReward => ["objective.kl.estimator", "objective.kl"],
+            Self::KlInMaskedReward => ["objective.kl.place", "objective.truncated"],
+            Self::WeightOverRollout => ["objective.correction.weight", "objective"],
             Self::NothingToTrainOn { .. } => ["task.arithmetic.held_out", "task.arithmetic.digits"],
             Self::TooFewHeldOut { path, .. } => [path, "task"],
             Self::TwoEvaluations => ["task.jsonl.held_out"; 2],
@@ -284,6 +304,12 @@ impl Rule {
             Self::DualClipOfCispo => {
                 "remove `dual_clip`; `algorithm.cispo.clip_high` is the bound of CISPO".into()
             }
+            Self::WeightOverRollout => {
+                "set `objective.old_logprobs: trainer`, or correct with `sequence_mask` or `geometric_mask`"
+                    .into()
+            }
+            Self::UnbiasedKlInReward => "set `objective.kl.estimator` to `k1`, or `place` to `loss`".into(),
+            Self::KlInMaskedReward => "set `objective.kl.place: loss`, or `objective.truncated: keep`".into(),
             Self::NothingToTrainOn { pairs, .. } => {
                 format!("set `held_out` below {pairs}, or `digits` higher")
             }
@@ -474,7 +500,7 @@ fn whole(path: &'static str, value: f64, whole: f64) -> Result<(), Rule> {
     if value != whole { Err(Rule::TruncatedSampling { path, value, whole }) } else { Ok(()) }
 }
 
-fn filled(path: &'static str, text: &(impl AsRef<Path> + ?Sized)) -> Result<(), Rule> {
+pub(crate) fn filled(path: &'static str, text: &(impl AsRef<Path> + ?Sized)) -> Result<(), Rule> {
     if text.as_ref().as_os_str().is_empty() { Err(Rule::EmptyText { path }) } else { Ok(()) }
 }
 

@@ -1,8 +1,11 @@
 //! Checks of `algorithm` and `objective`: ranges, and combinations that would mean nothing.
 
 use crate::algorithm::{Algorithm, DynamicSampling, Overlong};
-use crate::check::{Limit, Rule, within};
-use crate::objective::{AggregationName, ObjectiveTerms};
+use crate::check::{Limit, Rule, filled, within};
+use crate::objective::{
+    AggregationName, CorrectionKnobs, ImportanceWeight, Kl, KlEstimatorName, KlPlace, ObjectiveTerms,
+    OldLogprobs, Truncated,
+};
 
 /// Paths of a block that two places may hold.
 struct OverlongPaths {
@@ -58,6 +61,12 @@ pub(crate) fn check_objective(
     within("objective.dual_clip", terms.dual_clip.unwrap_or(3.0), Limit::AboveOne, "3.0")?;
     check_sampling("objective.dynamic_sampling.max_batches", terms.dynamic_sampling.as_ref())?;
     check_overlong(&OVERLONG, terms.overlong.as_ref(), max_new_tokens)?;
+    within("objective.entropy_coef", terms.entropy_coef, Limit::NotNegative, "0.001")?;
+    check_correction(&terms.correction)?;
+    check_kl(terms)?;
+    if terms.correction.weight.is_some() && terms.old_logprobs == OldLogprobs::Rollout {
+        return Err(Rule::WeightOverRollout);
+    }
     let sums = match terms.aggregation {
         Some(name) => name == AggregationName::SequenceSum,
         None => matches!(algorithm, Algorithm::DrGrpo(_)),
@@ -75,6 +84,74 @@ pub(crate) fn check_objective(
         }
         _ => Ok(()),
     }
+}
+
+fn check_kl(terms: &ObjectiveTerms) -> Result<(), Rule> {
+    let Some(Kl { coef, estimator, place, reference }) = &terms.kl else { return Ok(()) };
+    within("objective.kl.coef", *coef, Limit::Positive, "0.001")?;
+    if let Some(path) = reference {
+        filled("objective.kl.reference", path)?;
+    }
+    match place {
+        KlPlace::Loss => Ok(()),
+        KlPlace::Reward if *estimator == KlEstimatorName::Unbiased => Err(Rule::UnbiasedKlInReward),
+        KlPlace::Reward if terms.truncated == Truncated::Mask => Err(Rule::KlInMaskedReward),
+        KlPlace::Reward => Ok(()),
+    }
+}
+
+fn check_correction(correction: &CorrectionKnobs) -> Result<(), Rule> {
+    let CorrectionKnobs { weight, sequence_mask, geometric_mask, opsm, veto } = correction;
+    match weight {
+        Some(ImportanceWeight::Tis(own)) => {
+            within("objective.correction.weight.tis.cap", own.cap, Limit::Positive, "2.0")?;
+        }
+        Some(ImportanceWeight::SequenceTis(own)) => {
+            within("objective.correction.weight.sequence_tis.cap", own.cap, Limit::Positive, "5.0")?;
+        }
+        Some(ImportanceWeight::Icepop(own)) => check_band(&ICEPOP, own.low, own.high)?,
+        None => {}
+    }
+    if let Some(own) = sequence_mask {
+        check_band(&SEQUENCE_MASK, own.low, own.high)?;
+    }
+    if let Some(own) = geometric_mask {
+        check_band(&GEOMETRIC_MASK, own.low, own.high)?;
+    }
+    if let Some(own) = opsm {
+        within("objective.correction.opsm.delta", own.delta, Limit::NotNegative, "1e-4")?;
+    }
+    match veto {
+        Some(own) => within("objective.correction.veto.below", own.below, Limit::Share, "1e-4"),
+        None => Ok(()),
+    }
+}
+
+/// Paths and usual values of a band.
+struct BandPaths {
+    low: (&'static str, &'static str),
+    high: (&'static str, &'static str),
+}
+
+const ICEPOP: BandPaths = BandPaths {
+    low: ("objective.correction.weight.icepop.low", "0.5"),
+    high: ("objective.correction.weight.icepop.high", "5.0"),
+};
+
+const SEQUENCE_MASK: BandPaths = BandPaths {
+    low: ("objective.correction.sequence_mask.low", "0.5"),
+    high: ("objective.correction.sequence_mask.high", "2.0"),
+};
+
+const GEOMETRIC_MASK: BandPaths = BandPaths {
+    low: ("objective.correction.geometric_mask.low", "0.99"),
+    high: ("objective.correction.geometric_mask.high", "1.01"),
+};
+
+/// A band holds 1, which is where nothing differs.
+fn check_band(paths: &BandPaths, low: f64, high: f64) -> Result<(), Rule> {
+    within(paths.low.0, low, Limit::Share, paths.low.1)?;
+    within(paths.high.0, high, Limit::OneOrMore, paths.high.1)
 }
 
 fn check_sampling(path: &'static str, sampling: Option<&DynamicSampling>) -> Result<(), Rule> {

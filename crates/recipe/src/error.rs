@@ -290,7 +290,7 @@ fn not_yet(path: &str, word: &str) -> String {
 }
 
 /// What peers call things, as the last part of a key, and r3's path for it.
-const PEER_KEYS: [(&str, &str); 19] = [
+const PEER_KEYS: [(&str, &str); 27] = [
     ("batch_size", "rollout.groups"),
     ("train_batch_size", "rollout.groups"),
     ("n", "rollout.group_size"),
@@ -304,6 +304,14 @@ const PEER_KEYS: [(&str, &str); 19] = [
     ("max_grad_norm", "train.grad_clip"),
     ("filter_groups", "algorithm.dapo.dynamic_sampling"),
     ("overlong_buffer", "algorithm.dapo.overlong"),
+    ("rollout_is", "objective.correction.weight"),
+    ("rollout_rs", "objective.correction.sequence_mask"),
+    ("tis_imp_ratio_cap", "objective.correction.weight.tis.cap"),
+    ("kl_loss_coef", "objective.kl.coef"),
+    ("kl_coef", "objective.kl.coef"),
+    ("beta", "objective.kl.coef"),
+    ("kl_loss_type", "objective.kl.estimator"),
+    ("entropy_coeff", "objective.entropy_coef"),
     ("clip_ratio_c", "objective.dual_clip"),
     ("loss_agg_mode", "objective.aggregation"),
     ("mask_truncated_completions", "objective.truncated"),

@@ -235,6 +235,15 @@ const BEYOND: &[&str] = &[
     "algorithm={reinforce_plus_plus: {clip: 2}}",
     "objective.horizon=0",
     "objective.dual_clip=1",
+    "objective.entropy_coef=-1",
+    "objective.kl={coef: 0}",
+    "objective.correction={weight: {tis: {cap: 0}}}",
+    "objective.correction={weight: {sequence_tis: {cap: 0}}}",
+    "objective.correction={weight: {icepop: {low: 2}}}",
+    "objective.correction={sequence_mask: {high: 0.5}}",
+    "objective.correction={geometric_mask: {low: -1}}",
+    "objective.correction={opsm: {delta: -1}}",
+    "objective.correction={veto: {below: 2}}",
     "objective.dynamic_sampling={max_batches: 0}",
     "objective.overlong={max_tokens: 0, cache_tokens: 0}",
     "train.lr=0",
@@ -348,6 +357,33 @@ fn what_an_algorithm_cannot_take_is_refused() {
       |                     ^
 
     hint: remove `dual_clip`; `algorithm.cispo.clip_high` is the bound of CISPO
+    ");
+    assert_snapshot!(set(&["objective.correction={weight: {tis: {}}}"]), @"
+    error: `objective.correction.weight` corrects for the rollout, but the ratio divides by the rollout's logprobs already
+     --> --set:1:23
+      |
+    1 | objective.correction={weight: {tis: {}}}
+      |                       ^^^^^^
+
+    hint: set `objective.old_logprobs: trainer`, or correct with `sequence_mask` or `geometric_mask`
+    ");
+    assert_snapshot!(set(&["objective.kl={coef: 1, place: reward, estimator: unbiased}"]), @"
+    error: `objective.kl.estimator: unbiased` is about the gradient of a loss, but a reward has none
+     --> --set:1:50
+      |
+    1 | objective.kl={coef: 1, place: reward, estimator: unbiased}
+      |                                                  ^^^^^^^^
+
+    hint: set `objective.kl.estimator` to `k1`, or `place` to `loss`
+    ");
+    assert_snapshot!(set(&["objective.kl={coef: 1, place: reward}", "objective.truncated=mask"]), @"
+    error: `objective.kl.place: reward` needs every completion's KL, but `truncated: mask` leaves some out
+     --> --set:1:31
+      |
+    1 | objective.kl={coef: 1, place: reward}
+      |                               ^^^^^^
+
+    hint: set `objective.kl.place: loss`, or `objective.truncated: keep`
     ");
     assert_snapshot!(set(&["objective.horizon=8"]), @"
     error: `objective.horizon` is what `aggregation: sequence_sum` divides by, and nothing else reads it

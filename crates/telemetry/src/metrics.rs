@@ -90,6 +90,14 @@ metrics! {
         "Mean of old minus new policy logprob: how far the updates moved within the step; 0 at its first update.";
     Gauge PG_CLIPFRAC = "actor/pg_clipfrac" => "r3_actor_pg_clipfrac", "share", 0.0..=0.2,
         "Tokens whose ratio was clipped.";
+    Gauge PG_CLIPFRAC_LOWER = "actor/pg_clipfrac_lower" => "r3_actor_pg_clipfrac_lower", "share", 0.0..=0.05,
+        "Tokens that the dual clip stopped.";
+    Gauge KL_LOSS = "actor/kl_loss" => "r3_actor_kl_loss", "nats", 0.0..=1.0,
+        "KL to the reference policy, averaged like the loss, if it is part of the loss; 0 at the first update.";
+    Gauge CORRECTION_MEAN = "actor/correction_mean" => "r3_actor_correction_mean", "ratio", 0.8..=1.2,
+        "Mean weight that objective.correction gives a token, dropped ones included.";
+    Gauge CORRECTION_DROPPED = "actor/correction_dropped_frac" => "r3_actor_correction_dropped_frac", "share",
+        0.0..=0.2, "Tokens that objective.correction drops.";
     Gauge ENTROPY = "actor/entropy" => "r3_actor_entropy", "nats", POSITIVE,
         "Mean entropy of the policy at trained tokens; near 0 it no longer explores.";
     Gauge GRAD_NORM = "actor/grad_norm" => "r3_actor_grad_norm", "norm", 0.0..=10.0,
@@ -107,6 +115,12 @@ metrics! {
         "Groups whose rewards are all equal and teach nothing.";
     Counter GROUPS_FILTERED = "groups_filtered_total" => "r3_groups_filtered_total", "groups", POSITIVE,
         "Groups that dynamic sampling sent back because their rewards are all equal.";
+    Gauge GROUPS_MISSING = "groups_missing" => "r3_groups_missing", "groups", 0.0..=0.0,
+        "Groups that a step lacks of rollout.groups, since dynamic sampling used up its batches.";
+    Gauge TRUNCATED_MASKED = "truncated_masked" => "r3_truncated_masked", "rollouts", POSITIVE,
+        "Rollouts of the batch that objective.truncated leaves out of the loss.";
+    Counter STEPS_WITHOUT_UPDATE = "steps_without_update_total" => "r3_steps_without_update_total", "steps", 0.0..=0.0,
+        "Steps that changed no weight, since no group of theirs taught anything.";
     Gauge STALENESS_MEAN = "trajectory_staleness_mean" => "r3_trajectory_staleness" [stat = "mean"], "steps", POSITIVE,
         "Trainer's version minus the rollout's oldest, mean over rollouts.";
     Gauge STALENESS_MAX = "trajectory_staleness_max" => "r3_trajectory_staleness" [stat = "max"], "steps", POSITIVE,

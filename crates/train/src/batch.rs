@@ -73,6 +73,8 @@ pub struct Group<'a> {
 pub struct Sequence<'a> {
     /// The rollout and its mask.
     pub sample: Sample<'a>,
+    /// Its reward after shaping.
+    pub reward: f64,
     /// Its advantage, finite.
     pub advantage: f64,
     /// Weight of each of its trained tokens in the loss.
@@ -277,12 +279,12 @@ fn weigh<'a>(samples: &[Sample<'a>], objective: &Objective) -> (Signal, Vec<Sequ
     let group = objective.estimator.advantages(&shaped);
     let mut sequences: Vec<_> = samples
         .iter()
-        .zip(group.advantages)
+        .zip(shaped.iter().zip(group.advantages))
         .filter(|(sample, _)| !is_left_out(sample, objective))
-        .filter_map(|(sample, advantage)| {
+        .filter_map(|(sample, (reward, advantage))| {
             let n_trained = sample.n_trained();
-            let advantage = advantage?;
-            (n_trained > 0).then_some(Sequence { sample: *sample, advantage, weight: 0.0, n_trained })
+            let (reward, advantage) = ((*reward)?, advantage?);
+            (n_trained > 0).then_some(Sequence { sample: *sample, reward, advantage, weight: 0.0, n_trained })
         })
         .collect();
     let n_prompt = sequences.iter().map(|sequence| sequence.n_trained).sum();
@@ -385,6 +387,25 @@ mod tests {
         let equal = [OwnedRollout::new(0, 0, (1, 1), 1.0), OwnedRollout::new(0, 1, (1, 1), 1.0)];
         packed(&equal, limits(2, 100, RoutesUse::None), |batch| assert!(batch.mini_steps().is_empty()));
         packed(&[], limits(2, 100, RoutesUse::None), |batch| assert_eq!(batch.stats().n_groups, 0));
+    }
+
+    #[test]
+    fn compared_over_the_batch_equal_groups_teach_unless_all_of_them_are_equal() {
+        let objective = Objective { estimator: Estimator::Batch { group_baseline: false }, ..dapo() };
+        let pack = |rewards: [f32; 4]| {
+            let rollout =
+                |(at, reward): (u64, f32)| OwnedRollout::new(at / 2, (at % 2) as u32, (1, 2), reward);
+            let rollouts: Vec<_> = (0..).zip(rewards).map(rollout).collect();
+            with_groups(&rollouts, |groups| {
+                let batch = Batch::pack(groups, &objective, limits(1, 100, RoutesUse::None)).unwrap();
+                let advantages: Vec<_> = batch.sequences().iter().map(|one| one.advantage).collect();
+                (advantages, batch.stats().n_groups_equal, batch.mini_steps().len())
+            })
+        };
+        let (advantages, n_equal, n_steps) = pack([1.0, 1.0, 0.0, 0.0]);
+        assert_eq!((n_equal, n_steps), (0, 1));
+        assert!(advantages[0] > 0.9 && advantages[0] == advantages[1] && advantages[2] == -advantages[0]);
+        assert_eq!(pack([1.0; 4]), (vec![], 2, 0));
     }
 
     #[test]

@@ -26,13 +26,14 @@ pub mod objective;
 pub mod optimiser;
 pub mod optimiser_state;
 pub mod overlong;
+pub mod reward_kl;
 pub mod schedule;
 pub mod sft;
 pub mod trainer;
 
 mod contract;
 mod learner;
-mod step_logprobs;
+mod step_tokens;
 
 #[cfg(test)]
 mod fixtures;

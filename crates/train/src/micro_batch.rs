@@ -4,9 +4,13 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor};
 use r3_core::ids::{PolicyVersion, TokenId};
+use r3_model::autograd::Packed;
+use r3_recipe::objective::OldLogprobs;
 
 use crate::batch::{Batch, RoutesUse, Sequence};
 use crate::loss::TokenBatch;
+use crate::loss::correction::OffPolicy;
+use crate::objective::Objective;
 
 /// One forward's worth of a batch. Every array without a comment is `[T]`; entry `t` of an array about
 /// predictions is about the token that input `t` predicts.
@@ -49,6 +53,40 @@ impl MicroBatch {
         if batch.routes() != RoutesUse::None {
             self.push_routes(sequences);
         }
+    }
+
+    /// What `objective` multiplies the surrogate of each token by, `[T]`, if anything.
+    ///
+    /// # Panics
+    /// If the logprobs are not `[T]`.
+    #[must_use]
+    pub fn correction(
+        &self,
+        objective: &Objective,
+        policy_logprobs: &[f64],
+        old_logprobs: &[f32],
+    ) -> Option<Vec<f64>> {
+        let double = |values: &[f32]| values.iter().copied().map(f64::from).collect::<Vec<_>>();
+        let old_logprobs = match objective.old_logprobs {
+            OldLogprobs::Rollout => None,
+            OldLogprobs::Trainer => Some(double(old_logprobs)),
+        };
+        objective.correction.is_on().then(|| {
+            objective.correction.weights(&OffPolicy {
+                policy_logprobs,
+                trainer_logprobs: old_logprobs.as_deref().unwrap_or(policy_logprobs),
+                rollout_logprobs: &double(&self.rollout_logprobs),
+                advantages: &self.advantages,
+                mask: &self.mask,
+                lengths: &self.lengths,
+            })
+        })
+    }
+
+    /// As a policy takes it.
+    #[must_use]
+    pub fn packed(&self) -> Packed<'_> {
+        Packed { tokens: &self.tokens, targets: &self.targets, lengths: &self.lengths }
     }
 
     /// Inputs, `T`.
@@ -114,6 +152,8 @@ pub struct LossInputs {
     advantages: Tensor,
     mask: Tensor,
     weights: Tensor,
+    correction: Option<Tensor>,
+    ref_logprobs: Option<Tensor>,
 }
 
 impl LossInputs {
@@ -129,14 +169,49 @@ impl LossInputs {
             advantages: double(&micro.advantages)?,
             mask: tensor(&micro.mask)?,
             weights: double(&micro.weights)?,
+            correction: None,
+            ref_logprobs: None,
         })
     }
 
-    /// The micro-batch with the policy's logprobs `[T]`.
+    /// Adds the reference's logprobs `[T]`.
+    ///
+    /// # Errors
+    /// If candle fails.
+    pub fn refer_to(&mut self, ref_logprobs: &[f32]) -> Result<()> {
+        let dtype = self.weights.dtype();
+        self.ref_logprobs = Some(Tensor::new(ref_logprobs, &Device::Cpu)?.to_dtype(dtype)?);
+        Ok(())
+    }
+
+    /// Multiplies the surrogate of each token by `weights` `[T]`.
+    ///
+    /// # Errors
+    /// If candle fails.
+    pub fn correct(&mut self, weights: &[f64]) -> Result<()> {
+        let dtype = self.weights.dtype();
+        self.correction = Some(Tensor::new(weights, &Device::Cpu)?.to_dtype(dtype)?);
+        Ok(())
+    }
+
+    /// The micro-batch with the policy's logprobs and entropies, each `[T]`.
     #[must_use]
-    pub fn batch<'a>(&'a self, policy_logprobs: &'a Tensor, micro: &'a MicroBatch) -> TokenBatch<'a> {
-        let Self { old_logprobs, advantages, mask, weights } = self;
-        TokenBatch { policy_logprobs, old_logprobs, advantages, mask, weights, lengths: &micro.lengths }
+    pub fn batch<'a>(
+        &'a self,
+        (policy_logprobs, entropy): (&'a Tensor, &'a Tensor),
+        micro: &'a MicroBatch,
+    ) -> TokenBatch<'a> {
+        TokenBatch {
+            policy_logprobs,
+            old_logprobs: &self.old_logprobs,
+            ref_logprobs: self.ref_logprobs.as_ref(),
+            entropy,
+            advantages: &self.advantages,
+            mask: &self.mask,
+            weights: &self.weights,
+            correction: self.correction.as_ref(),
+            lengths: &micro.lengths,
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! What a step optimises, as plain numbers: the recipe's algorithm, with what its `objective` section adds.
 //!
 //! Every objective is one choice at each stage of a line: [advantage](crate::advantage) → [ratio](crate::loss::ratio) →
-//! [surrogate](crate::loss::surrogate) → [aggregation](crate::loss::aggregation). An algorithm is a file that
+//! [surrogate](crate::loss::surrogate) → [correction](crate::loss::correction) → [aggregation](crate::loss::aggregation), plus [KL](crate::loss::kl) and entropy. An algorithm is a file that
 //! names its four choices and where they come from; a new one is another such file.
 
 pub mod cispo;
@@ -13,10 +13,15 @@ pub mod reinforce_plus_plus;
 pub mod rloo;
 
 use r3_recipe::algorithm::{Algorithm, Overlong};
-use r3_recipe::objective::{AggregationName, ObjectiveTerms, OldLogprobs, Truncated};
+use r3_recipe::objective::{
+    AggregationName, CorrectionKnobs, ImportanceWeight, Kl, KlEstimatorName, KlPlace, ObjectiveTerms,
+    OldLogprobs, Truncated,
+};
 
 use crate::advantage::Estimator;
 use crate::loss::aggregation::Aggregation;
+use crate::loss::correction::{Band, Correction, Weight};
+use crate::loss::kl::KlEstimator;
 use crate::loss::ratio::Ratio;
 use crate::loss::surrogate::Surrogate;
 
@@ -29,14 +34,31 @@ pub struct Objective {
     pub ratio: Ratio,
     /// What is maximised of ratio and advantage.
     pub surrogate: Surrogate,
+    /// What is done about tokens of other policies.
+    pub correction: Correction,
     /// How tokens become one number.
     pub aggregation: Aggregation,
+    /// What being away from the reference costs.
+    pub kl: Option<KlTerm>,
+    /// How much of the entropy is taken off the loss.
+    pub entropy_coef: f64,
     /// Whose logprobs the ratio divides by.
     pub old_logprobs: OldLogprobs,
     /// Soft punishment of long completions.
     pub overlong: Option<Overlong>,
     /// What is done with completions that were cut off.
     pub truncated: Truncated,
+}
+
+/// What being away from the reference costs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct KlTerm {
+    /// Of a nat.
+    pub coef: f64,
+    /// How it is estimated.
+    pub estimator: KlEstimator,
+    /// Where it is added.
+    pub place: KlPlace,
 }
 
 impl Objective {
@@ -64,6 +86,9 @@ impl Objective {
         if let Surrogate::Clipped { dual, .. } = &mut objective.surrogate {
             *dual = terms.dual_clip;
         }
+        objective.kl = terms.kl.as_ref().map(kl);
+        objective.entropy_coef = terms.entropy_coef;
+        objective.correction = correction(&terms.correction);
         objective.old_logprobs = terms.old_logprobs;
         objective.overlong = terms.overlong(algorithm).cloned();
         objective.truncated = terms.truncated;
@@ -76,10 +101,38 @@ impl Objective {
             estimator,
             ratio,
             surrogate,
+            correction: Correction::default(),
             aggregation,
+            kl: None,
+            entropy_coef: 0.0,
             old_logprobs: OldLogprobs::Rollout,
             overlong: None,
             truncated: Truncated::Keep,
         }
+    }
+}
+
+fn kl(knobs: &Kl) -> KlTerm {
+    let estimator = match knobs.estimator {
+        KlEstimatorName::K1 => KlEstimator::K1,
+        KlEstimatorName::K2 => KlEstimator::K2,
+        KlEstimatorName::K3 => KlEstimator::K3,
+        KlEstimatorName::Unbiased => KlEstimator::Unbiased,
+    };
+    KlTerm { coef: knobs.coef, estimator, place: knobs.place }
+}
+
+fn correction(knobs: &CorrectionKnobs) -> Correction {
+    let CorrectionKnobs { weight, sequence_mask, geometric_mask, opsm, veto } = knobs;
+    Correction {
+        weight: weight.as_ref().map(|weight| match weight {
+            ImportanceWeight::Tis(own) => Weight::Tis { cap: own.cap },
+            ImportanceWeight::SequenceTis(own) => Weight::SequenceTis { cap: own.cap },
+            ImportanceWeight::Icepop(own) => Weight::IcePop(Band { low: own.low, high: own.high }),
+        }),
+        sequence_mask: sequence_mask.as_ref().map(|own| Band { low: own.low, high: own.high }),
+        geometric_mask: geometric_mask.as_ref().map(|own| Band { low: own.low, high: own.high }),
+        opsm: opsm.as_ref().map(|own| own.delta),
+        veto: veto.as_ref().map(|own| own.below),
     }
 }

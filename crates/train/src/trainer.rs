@@ -7,8 +7,8 @@ use candle_core::DType;
 use r3_core::ids::PolicyVersion;
 use r3_kernels::route_record::RouteRecord;
 use r3_kernels::router::Routing;
-use r3_model::autograd::{Packed, Policy, PolicyOutput};
-use r3_recipe::objective::OldLogprobs;
+use r3_model::autograd::{Policy, PolicyOutput};
+use r3_recipe::objective::{KlPlace, OldLogprobs};
 
 use crate::batch::{Batch, MiniStep, RoutesUse};
 use crate::batch_stats::BatchStats;
@@ -16,14 +16,15 @@ use crate::checkpoint::{Position, TrainerState};
 use crate::error::TrainError;
 use crate::learner::Learner;
 use crate::loads::{LoadStats, Loads};
-use crate::loss::loss;
 use crate::loss::surrogate::Clipped;
+use crate::loss::{Loss, loss};
 use crate::micro_batch::{LossInputs, MicroBatch};
 use crate::mismatch::{Mismatch, MismatchStats};
-use crate::objective::Objective;
+use crate::objective::{KlTerm, Objective};
 use crate::optimiser::{AdamWConfig, Update};
 use crate::optimiser_state;
-use crate::step_logprobs::StepLogprobs;
+use crate::reward_kl;
+use crate::step_tokens::StepTokens;
 
 /// Trains a policy on batches of rollouts.
 pub struct Trainer {
@@ -32,7 +33,16 @@ pub struct Trainer {
     temperature: f32,
     micro: MicroBatch,
     native: RouteRecord,
-    old: StepLogprobs,
+    old: StepTokens,
+    reference: Option<Reference>,
+}
+
+/// A frozen policy, and what it says about a step's tokens.
+struct Reference {
+    policy: Policy,
+    logprobs: StepTokens,
+    /// Of every input, when the KL is taken out of the rewards.
+    advantages: Vec<f64>,
 }
 
 /// What one batch did to the policy. Means are over trained tokens unless said otherwise.
@@ -62,6 +72,8 @@ pub struct StepStats {
 pub struct ActorStats {
     /// Loss, mean over optimiser steps.
     pub pg_loss: f64,
+    /// KL to the reference as the loss has it, nats, mean over optimiser steps; `None` if it has none.
+    pub kl_loss: Option<f64>,
     /// `mean(rollout - policy)` in nats, over all updates' forwards: how far the policy moved from its
     /// rollouts.
     pub ppo_kl: f64,
@@ -71,6 +83,10 @@ pub struct ActorStats {
     pub clip_frac_high: f64,
     /// Share of bad tokens stopped below.
     pub clip_frac_low: f64,
+    /// Mean weight that the correction gives a token, those it drops included; `None` without one.
+    pub correction_mean: Option<f64>,
+    /// Share of tokens that the correction drops; `None` without one.
+    pub correction_dropped_frac: Option<f64>,
     /// Share of bad tokens stopped by the dual clip.
     pub clip_frac_dual: f64,
     /// Entropy of the policy, nats.
@@ -113,8 +129,23 @@ impl Trainer {
             temperature,
             micro: MicroBatch::default(),
             native,
-            old: StepLogprobs::default(),
+            old: StepTokens::default(),
+            reference: None,
         }
+    }
+
+    /// Gives the KL of the objective something to be measured to.
+    #[must_use]
+    pub fn with_reference(mut self, policy: Policy) -> Self {
+        self.reference = Some(Reference { policy, logprobs: StepTokens::default(), advantages: Vec::new() });
+        self
+    }
+
+    /// Forwards that [`Self::step`] makes of `batch`: those of the batch, and one of each micro-batch for a reference.
+    #[must_use]
+    pub fn n_passes(&self, batch: &Batch<'_>) -> usize {
+        let of_reference = batch.mini_steps().iter().map(|mini| mini.micro_batches.len()).sum();
+        batch.n_passes() + self.reference.as_ref().map_or(0, |_| of_reference)
     }
 
     /// Continues the run whose checkpoint `dir` holds `state`; the policy was loaded from the same directory.
@@ -175,7 +206,7 @@ impl Trainer {
     /// forward of their own first. That costs `(mini_steps - 1) / mini_steps` of a forward and nothing with
     /// one mini-step.
     ///
-    /// `progress` hears of every micro-batch that is measured or learned from, [`Batch::n_passes`] times, and of every
+    /// `progress` hears of every micro-batch that is measured or learned from, [`Self::n_passes`] times, and of every
     /// forward in between.
     ///
     /// # Errors
@@ -191,6 +222,7 @@ impl Trainer {
         let (staleness_mean, staleness_max) = batch.staleness(self.version());
         let measured = Measured::new(batch, &self.learner);
         let mut account = Account { measured, actor: ActorSums::default(), progress };
+        self.refer(batch, &mut account)?;
         self.old.start(batch);
         for mini in batch.mini_steps().iter().skip(1) {
             for sequences in &mini.micro_batches {
@@ -217,6 +249,35 @@ impl Trainer {
         })
     }
 
+    /// Runs the reference, if there is one, on all of `batch`. It takes the experts that the trainer takes, so that the KL
+    /// is of the weights and not of two routers.
+    fn refer(&mut self, batch: &Batch<'_>, account: &mut Account<'_>) -> Result<(), TrainError> {
+        let Self { reference: Some(reference), objective, micro, temperature, .. } = self else {
+            return Ok(());
+        };
+        reference.logprobs.start(batch);
+        for sequences in batch.mini_steps().iter().flat_map(|mini| &mini.micro_batches) {
+            micro.gather(batch, sequences.clone());
+            let mut routing = match batch.routes() {
+                RoutesUse::Replay => Routing::Replay { ids: &micro.routes, native: None },
+                RoutesUse::Diagnose | RoutesUse::None => Routing::Free,
+            };
+            let output = reference.policy.logprobs(&micro.packed(), &mut routing, *temperature)?;
+            let logprobs = output.logprobs.to_vec1::<f32>()?;
+            if let Some(at) = logprobs.iter().position(|logprob| !logprob.is_finite()) {
+                let tensor = name_position("the reference", batch, sequences.clone(), at);
+                return Err(TrainError::NonFinite { tensor, version: account.measured.version });
+            }
+            reference.logprobs.keep(sequences, &logprobs);
+            (account.progress)(PassDone { n_inputs: micro.n_inputs(), stage: Stage::Measured });
+        }
+        if let Some(KlTerm { coef, estimator, place: KlPlace::Reward }) = objective.kl {
+            let logprobs = reference.logprobs.all();
+            reference.advantages = reward_kl::advantages(batch, objective, (estimator, coef), logprobs);
+        }
+        Ok(())
+    }
+
     /// One optimiser step.
     fn mini_step(
         &mut self,
@@ -233,17 +294,32 @@ impl Trainer {
                 account.measured.add(&self.micro, &pass, &self.native);
                 self.old.keep(sequences, &pass.policy_logprobs);
             }
+            let reference = self.reference.as_ref();
+            if let Some(Reference { advantages, logprobs, .. }) =
+                reference.filter(|one| !one.advantages.is_empty())
+            {
+                self.micro.advantages.copy_from_slice(&advantages[logprobs.inputs(sequences)]);
+            }
             let old_logprobs = match self.objective.old_logprobs {
                 OldLogprobs::Rollout => &self.micro.rollout_logprobs,
                 OldLogprobs::Trainer => self.old.of(sequences),
             };
             account.actor.add_tokens(&self.micro, &pass, old_logprobs, &self.objective);
-            let inputs = LossInputs::new(&self.micro, old_logprobs, DType::F32)?;
-            let tokens = inputs.batch(&pass.output.logprobs, &self.micro);
+            let mut inputs = LossInputs::new(&self.micro, old_logprobs, DType::F32)?;
+            let policy_logprobs: Vec<f64> = pass.policy_logprobs.iter().copied().map(f64::from).collect();
+            if let Some(weights) = self.micro.correction(&self.objective, &policy_logprobs, old_logprobs) {
+                account.actor.add_correction(&weights, &self.micro.mask);
+                inputs.correct(&weights)?;
+            }
+            if let Some(reference) = reference {
+                inputs.refer_to(reference.logprobs.of(sequences))?;
+            }
+            let tokens = inputs.batch((&pass.output.logprobs, &pass.output.entropy), &self.micro);
             let loss = loss(&self.objective, &tokens, denominator)?;
             let n_inputs = self.micro.n_inputs();
             (account.progress)(PassDone { n_inputs, stage: Stage::Forward });
-            account.actor.loss += self.learner.add_gradient(&loss)?;
+            account.actor.add_loss(&loss)?;
+            self.learner.add_gradient(&loss.total)?;
             (account.progress)(PassDone { n_inputs, stage: Stage::Learned });
         }
         account.actor.add_update(self.learner.update()?);
@@ -268,11 +344,10 @@ impl Trainer {
             (RoutesUse::Diagnose | RoutesUse::None, Some(native)) => Routing::Record(native),
             (RoutesUse::Diagnose | RoutesUse::None, None) => Routing::Free,
         };
-        let packed = Packed { tokens: &micro.tokens, targets: &micro.targets, lengths: &micro.lengths };
-        let output = learner.policy.logprobs(&packed, &mut routing, self.temperature)?;
+        let output = learner.policy.logprobs(&micro.packed(), &mut routing, self.temperature)?;
         let policy_logprobs = output.logprobs.to_vec1::<f32>()?;
         if let Some(at) = policy_logprobs.iter().position(|logprob| !logprob.is_finite()) {
-            let tensor = name_position(batch, sequences, at);
+            let tensor = name_position("the policy", batch, sequences, at);
             return Err(TrainError::NonFinite { tensor, version: learner.version });
         }
         let entropy = output.entropy.to_vec1::<f32>()?;
@@ -307,12 +382,12 @@ struct Pass {
 }
 
 /// Says which rollout the input `at` of a micro-batch belongs to.
-fn name_position(batch: &Batch<'_>, sequences: Range<usize>, mut at: usize) -> String {
+fn name_position(whose: &str, batch: &Batch<'_>, sequences: Range<usize>, mut at: usize) -> String {
     for sequence in &batch.sequences()[sequences] {
         if at < sequence.n_inputs() {
             let rollout = &sequence.sample.rollout;
             return format!(
-                "the policy's logprob of group {}, rollout {}, token {}",
+                "{whose}'s logprob of group {}, rollout {}, token {}",
                 rollout.group,
                 rollout.index,
                 at + 1
@@ -366,11 +441,14 @@ impl Measured {
 #[derive(Default)]
 struct ActorSums {
     loss: f64,
+    kl_loss: Option<f64>,
     kl: f64,
     entropy: f64,
     n_high: usize,
     n_low: usize,
     n_dual: usize,
+    /// Sum of weights, and tokens dropped.
+    correction: Option<(f64, usize)>,
     n_tokens: usize,
     grad_norm: f64,
     lr: f64,
@@ -395,6 +473,22 @@ impl ActorSums {
         }
     }
 
+    fn add_loss(&mut self, loss: &Loss) -> Result<(), TrainError> {
+        self.loss += f64::from(loss.policy.to_scalar::<f32>()?);
+        if let Some(kl) = &loss.kl {
+            *self.kl_loss.get_or_insert_default() += f64::from(kl.to_scalar::<f32>()?);
+        }
+        Ok(())
+    }
+
+    fn add_correction(&mut self, weights: &[f64], mask: &[f32]) {
+        let (sum, n_dropped) = self.correction.get_or_insert_default();
+        for (weight, _) in weights.iter().zip(mask).filter(|(_, kept)| **kept != 0.0) {
+            *sum += weight;
+            *n_dropped += usize::from(*weight == 0.0);
+        }
+    }
+
     fn add_update(&mut self, update: Update) {
         self.grad_norm += update.grad_norm;
         self.lr = update.lr;
@@ -405,10 +499,13 @@ impl ActorSums {
         let (n_tokens, n_updates) = (self.n_tokens.max(1) as f64, self.n_updates.max(1) as f64);
         ActorStats {
             pg_loss: self.loss / n_updates,
+            kl_loss: self.kl_loss.map(|kl| kl / n_updates),
             ppo_kl: self.kl / n_tokens,
             pg_clipfrac: (self.n_high + self.n_low + self.n_dual) as f64 / n_tokens,
             clip_frac_high: self.n_high as f64 / n_tokens,
             clip_frac_low: self.n_low as f64 / n_tokens,
+            correction_mean: self.correction.map(|(sum, _)| sum / n_tokens),
+            correction_dropped_frac: self.correction.map(|(_, n_dropped)| n_dropped as f64 / n_tokens),
             clip_frac_dual: self.n_dual as f64 / n_tokens,
             entropy: self.entropy / n_tokens,
             grad_norm: self.grad_norm / n_updates,

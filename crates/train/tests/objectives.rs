@@ -1,6 +1,8 @@
 //! Every objective against an independent reference in f64: `tests/golden/objectives.py` wrote it from the papers, and made
 //! the values (numpy 2.3, float64). Tolerance: 1e-9 relative, for losses and for every token's gradient.
 //!
+//! `tests/golden/objectives_trl.py` keeps what TRL 1.16 itself makes of such batches, where it has the same objective.
+//!
 //! A case is a recipe, and goes the whole way: recipe, packing, advantages, micro-batch, loss; only the policy's logprobs are
 //! the reference's, in f64.
 
@@ -11,15 +13,19 @@ use candle_core::{DType, Device, Tensor, Var};
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::rollout::{FinishReason, Reward, RolloutView};
 use r3_recipe::algorithm::Algorithm;
-use r3_recipe::objective::{ObjectiveTerms, OldLogprobs};
+use r3_recipe::objective::{KlPlace, ObjectiveTerms, OldLogprobs};
 use r3_train::batch::{Batch, Group, Limits, RoutesUse, Sample};
 use r3_train::loss::loss;
+use r3_train::loss::surrogate::Surrogate;
 use r3_train::micro_batch::{LossInputs, MicroBatch};
-use r3_train::objective::Objective;
+use r3_train::objective::{KlTerm, Objective};
+use r3_train::reward_kl;
 use safetensors::SafeTensors;
 use serde::Deserialize;
 
 const TOLERANCE: f64 = 1e-9;
+
+const PAPERS: &str = "objectives.safetensors";
 
 /// A recipe's sections under the name of what they show.
 #[derive(Deserialize)]
@@ -32,14 +38,18 @@ struct Case {
 /// All tensors of the reference as f64: f32 and counts fit in it exactly.
 struct Reference {
     tensors: HashMap<String, Vec<f64>>,
-    cases: Vec<Case>,
+    recipes: Recipes,
+}
+
+#[derive(Deserialize)]
+struct Recipes {
     max_new_tokens: usize,
+    cases: Vec<Case>,
 }
 
 impl Reference {
-    fn load() -> Self {
-        let path: PathBuf =
-            [env!("CARGO_MANIFEST_DIR"), "../../tests/golden/objectives.safetensors"].iter().collect();
+    fn load(file: &str) -> Self {
+        let path: PathBuf = [env!("CARGO_MANIFEST_DIR"), "../../tests/golden", file].iter().collect();
         let bytes = std::fs::read(path).unwrap();
         let metadata = SafeTensors::read_metadata(&bytes).unwrap().1.metadata().clone().unwrap();
         let tensors = SafeTensors::deserialize(&bytes).unwrap().tensors().into_iter().map(|(name, view)| {
@@ -53,11 +63,7 @@ impl Reference {
             };
             (name, view.data().chunks_exact(width).map(value).collect())
         });
-        Self {
-            tensors: tensors.collect(),
-            cases: serde_json::from_str(&metadata["cases"]).unwrap(),
-            max_new_tokens: metadata["max_new_tokens"].parse().unwrap(),
-        }
+        Self { tensors: tensors.collect(), recipes: serde_json::from_str(&metadata["recipes"]).unwrap() }
     }
 
     fn get(&self, name: &str) -> &[f64] {
@@ -82,7 +88,9 @@ impl Reference {
                 mask: of("mask").into_iter().map(|kept| kept as u8).collect(),
                 rollout: single(&of("rollout")),
                 old: single(&of("old")),
+                reference: single(&of("reference")),
                 policy: of("policy"),
+                entropy: of("entropy"),
                 versions: vec![PolicyVersion(0); sampled.len()],
                 sampled: sampled.clone(),
             }
@@ -106,7 +114,9 @@ struct Rollout {
     mask: Vec<u8>,
     rollout: Vec<f32>,
     old: Vec<f32>,
+    reference: Vec<f32>,
     policy: Vec<f64>,
+    entropy: Vec<f64>,
     versions: Vec<PolicyVersion>,
     /// Where its tokens are among those of its batch.
     sampled: std::ops::Range<usize>,
@@ -169,13 +179,15 @@ fn differentiate(
     let mut total = Differentiated { loss: 0.0, gradient: vec![0.0; n_sampled] };
     let [mini] = batch.mini_steps() else { panic!("{} mini-steps", batch.mini_steps().len()) };
     let denominator = objective.aggregation.denominator(&mini.counts);
+    let of_sequence = |sequence: &r3_train::batch::Sequence<'_>| {
+        let RolloutView { group, index, .. } = sequence.sample.rollout;
+        rollouts.iter().find(|rollout| (rollout.group, rollout.index) == (group.0, index)).unwrap()
+    };
+    let mut advantages = with_kl(objective, &batch, of_sequence).into_iter();
     let mut micro = MicroBatch::default();
     for sequences in &mini.micro_batches {
         micro.gather(&batch, sequences.clone());
-        let of_sequence = |sequence: &r3_train::batch::Sequence<'_>| {
-            let RolloutView { group, index, .. } = sequence.sample.rollout;
-            rollouts.iter().find(|rollout| (rollout.group, rollout.index) == (group.0, index)).unwrap()
-        };
+        micro.advantages.iter_mut().zip(advantages.by_ref()).for_each(|(one, other)| *one = other);
         let members: Vec<_> = batch.sequences()[sequences.clone()].iter().map(of_sequence).collect();
         let policy = members.iter().flat_map(|rollout| {
             let moved = rollout.policy.iter().zip(rollout.sampled.clone());
@@ -189,8 +201,17 @@ fn differentiate(
                 members.iter().flat_map(|rollout| rollout.inputs(&rollout.old, -5.0)).collect()
             }
         };
-        let inputs = LossInputs::new(&micro, &old, DType::F64).unwrap();
-        let loss = loss(objective, &inputs.batch(&policy, &micro), denominator).unwrap();
+        let mut inputs = LossInputs::new(&micro, &old, DType::F64).unwrap();
+        if let Some(weights) = micro.correction(objective, &policy.to_vec1().unwrap(), &old) {
+            inputs.correct(&weights).unwrap();
+        }
+        let reference: Vec<f32> =
+            members.iter().flat_map(|rollout| rollout.inputs(&rollout.reference, -3.0)).collect();
+        inputs.refer_to(&reference).unwrap();
+        let entropy: Vec<f64> =
+            members.iter().flat_map(|rollout| rollout.inputs(&rollout.entropy, 1.0)).collect();
+        let entropy = Tensor::new(entropy, &Device::Cpu).unwrap();
+        let loss = loss(objective, &inputs.batch((&policy, &entropy), &micro), denominator).unwrap().total;
         total.loss += loss.to_scalar::<f64>().unwrap();
         let gradient = loss.backward().unwrap().get(&policy).unwrap().to_vec1::<f64>().unwrap();
         let mut gradient = gradient.into_iter();
@@ -203,6 +224,20 @@ fn differentiate(
     total
 }
 
+/// The advantages of all inputs with a KL taken out of the reward; nothing where the objective takes none.
+fn with_kl<'a>(
+    objective: &Objective,
+    batch: &Batch<'_>,
+    of_sequence: impl Fn(&r3_train::batch::Sequence<'_>) -> &'a Rollout,
+) -> Vec<f64> {
+    let Some(KlTerm { coef, estimator, place: KlPlace::Reward }) = objective.kl else { return Vec::new() };
+    let reference = batch.sequences().iter().flat_map(|sequence| {
+        let rollout = of_sequence(sequence);
+        rollout.inputs(&rollout.reference, -3.0)
+    });
+    reward_kl::advantages(batch, objective, (estimator, coef), &reference.collect::<Vec<_>>())
+}
+
 fn largest(values: &[f64]) -> f64 {
     values.iter().fold(0.0, |largest, value| f64::max(largest, value.abs()))
 }
@@ -212,14 +247,14 @@ fn distance(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).fold(0.0, |largest, (a, b)| f64::max(largest, (a - b).abs()))
 }
 
-/// Runs `check` on every case and batch: name, objective, rollouts, expected.
-fn for_each_case(check: impl Fn(&str, &Objective, &[Rollout], &Differentiated)) {
-    let reference = Reference::load();
-    assert!(reference.cases.len() > 50);
-    for batch in 0..3 {
+/// Runs `check` on every case and batch of a file: name, objective, rollouts, expected.
+fn for_each_case(file: &str, check: impl Fn(&str, &Objective, &[Rollout], &Differentiated)) {
+    let reference = Reference::load(file);
+    for batch in (0..).take_while(|batch| reference.tensors.contains_key(&format!("{batch}.policy"))) {
         let rollouts = reference.rollouts(batch);
-        for (at, case) in reference.cases.iter().enumerate() {
-            let objective = Objective::new(&case.algorithm, &case.objective, reference.max_new_tokens);
+        for (at, case) in reference.recipes.cases.iter().enumerate() {
+            let objective =
+                Objective::new(&case.algorithm, &case.objective, reference.recipes.max_new_tokens);
             let expected = Differentiated {
                 loss: reference.get(&format!("{at}.{batch}.loss"))[0],
                 gradient: reference.get(&format!("{at}.{batch}.grad")).to_vec(),
@@ -229,21 +264,30 @@ fn for_each_case(check: impl Fn(&str, &Objective, &[Rollout], &Differentiated)) 
     }
 }
 
+/// Ours against the values of a file.
+fn compare(name: &str, objective: &Objective, rollouts: &[Rollout], expected: &Differentiated) {
+    let actual = differentiate(objective, rollouts, usize::MAX, &|_| 0.0);
+    let scale = largest(&expected.gradient);
+    assert!(scale > 0.0, "{name}: a gradient of 0 shows nothing");
+    let (loss, gradient) = (expected.loss - actual.loss, distance(&expected.gradient, &actual.gradient));
+    assert!(loss.abs() <= TOLERANCE * expected.loss.abs(), "{name}: the loss is {loss:e} off");
+    assert!(gradient <= TOLERANCE * scale, "{name}: a gradient is {gradient:e} off");
+}
+
 #[test]
 fn losses_and_gradients_are_those_of_the_papers() {
-    for_each_case(|name, objective, rollouts, expected| {
-        let actual = differentiate(objective, rollouts, usize::MAX, &|_| 0.0);
-        let scale = largest(&expected.gradient);
-        assert!(scale > 0.0, "{name}: a gradient of 0 shows nothing");
-        let (loss, gradient) = (expected.loss - actual.loss, distance(&expected.gradient, &actual.gradient));
-        assert!(loss.abs() <= TOLERANCE * expected.loss.abs(), "{name}: the loss is {loss:e} off");
-        assert!(gradient <= TOLERANCE * scale, "{name}: a gradient is {gradient:e} off");
-    });
+    assert!(Reference::load(PAPERS).recipes.cases.len() > 90);
+    for_each_case(PAPERS, compare);
+}
+
+#[test]
+fn losses_and_gradients_are_those_of_trl() {
+    for_each_case("objectives_trl.safetensors", compare);
 }
 
 #[test]
 fn no_split_into_micro_batches_changes_a_gradient() {
-    for_each_case(|name, objective, rollouts, _| {
+    for_each_case(PAPERS, |name, objective, rollouts, _| {
         let whole = differentiate(objective, rollouts, usize::MAX, &|_| 0.0);
         for budget in [1, 17, 40] {
             let split = differentiate(objective, rollouts, budget, &|_| 0.0);
@@ -255,7 +299,7 @@ fn no_split_into_micro_batches_changes_a_gradient() {
 
 #[test]
 fn no_order_of_arrival_changes_a_bit() {
-    for_each_case(|name, objective, rollouts, _| {
+    for_each_case(PAPERS, |name, objective, rollouts, _| {
         let n_groups = groups(rollouts).len();
         let limits = Limits { mini_steps: 1, micro_batch_tokens: 40, routes: RoutesUse::None };
         let advantages = |turn: usize| {
@@ -271,8 +315,9 @@ fn no_order_of_arrival_changes_a_bit() {
 
 #[test]
 fn gradients_are_what_finite_differences_say() {
-    for_each_case(|name, objective, rollouts, _| {
-        if matches!(objective.surrogate, r3_train::loss::surrogate::Surrogate::Detached { .. }) {
+    for_each_case(PAPERS, |name, objective, rollouts, _| {
+        let detached = matches!(objective.surrogate, Surrogate::Detached { .. });
+        if detached || objective.correction.is_on() {
             return; // A difference does not know what was detached; the reference does.
         }
         let step = 1e-6;

@@ -104,7 +104,8 @@ impl Correction {
         let sum: f64 = trained.iter().map(|&t| delta(t)).sum();
         let n = trained.len().max(1) as f64;
         let product = rho(sum);
-        let drift = trained.iter().map(|&t| tokens.rollout_logprobs[t] - tokens.policy_logprobs[t]).sum::<f64>() / n;
+        let drift =
+            trained.iter().map(|&t| tokens.rollout_logprobs[t] - tokens.policy_logprobs[t]).sum::<f64>() / n;
         let outside = |band: Option<Band>, value| band.is_some_and(|band| !band.holds(value));
         let vetoed = |below: f64| trained.iter().any(|&t| rho(delta(t)) < below);
         let dropped = outside(self.sequence_mask, product)
@@ -147,7 +148,10 @@ mod tests {
 
     fn assert_weights(correction: Correction, expected: [f64; 5]) {
         let actual = weights(correction);
-        assert!(actual.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-12), "{actual:?} is not {expected:?}");
+        assert!(
+            actual.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-12),
+            "{actual:?} is not {expected:?}"
+        );
     }
 
     fn weight(weight: Weight) -> Correction {

@@ -78,7 +78,10 @@ mod tests {
             let kl = estimator.apply(&policy, &reference, &old).unwrap();
             let gradient = kl.sum_all().unwrap().backward().unwrap();
             let values = kl.to_vec1::<f64>().unwrap();
-            assert!(values.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-12), "{values:?} {expected:?}");
+            assert!(
+                values.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-12),
+                "{values:?} {expected:?}"
+            );
             let gradient = gradient.get(&policy).unwrap().to_vec1::<f64>().unwrap();
             assert!(gradient.iter().all(|value| value.is_finite()));
             let plain = if estimator == KlEstimator::Unbiased { k3 } else { expected[0] };

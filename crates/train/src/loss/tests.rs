@@ -2,6 +2,7 @@ use candle_core::{Device, Var};
 
 use super::*;
 use crate::fixtures::{dapo, grpo};
+use crate::loss::aggregation::Aggregation;
 use crate::loss::surrogate::{Clip, Clipped, Surrogate};
 
 /// Two rollouts: tokens 0 to 2 (the first is a prompt token) and tokens 3 to 6.
@@ -49,12 +50,15 @@ impl Case {
         let batch = TokenBatch {
             policy_logprobs: &policy,
             old_logprobs: &old,
+            ref_logprobs: None,
+            entropy: &mask,
             advantages: &advantages,
             mask: &mask,
             weights: &weights,
+            correction: None,
             lengths: &self.lengths,
         };
-        let loss = loss(objective, &batch, denominator).unwrap();
+        let loss = loss(objective, &batch, denominator).unwrap().total;
         let gradients = loss.backward().unwrap();
         (loss.to_scalar().unwrap(), gradients.get(&policy).unwrap().to_vec1().unwrap())
     }
@@ -167,5 +171,35 @@ fn a_broken_ratio_stays_finite() {
         case.old[3] = -1e30; // A < 0: unclamped, the surrogate would be -inf
         let (loss, gradient) = case.run(&objective, 6.0);
         assert!(loss.is_finite() && gradient.iter().all(|g| g.is_finite()));
+    }
+}
+
+/// GRPO and DAPO as one would write them down, in f32; the stages must not round otherwise.
+#[test]
+fn the_stages_have_the_bits_of_the_formulas_written_out() {
+    for objective in [dapo(), grpo()] {
+        let Surrogate::Clipped { clip, dual: None } = objective.surrogate else { panic!("clipped") };
+        let mut case = Case::new(&objective);
+        for t in 0..case.policy.len() {
+            case.policy[t] += 0.1 * (t as f32 * 1.7).sin();
+            case.advantages[t] *= 0.37;
+        }
+        let tensor = |values: &[f32]| Tensor::new(values, &Device::Cpu).unwrap();
+        let policy = Var::from_tensor(&tensor(&case.policy)).unwrap();
+        let [old, advantages, mask, weights] =
+            [&case.old, &case.advantages, &case.mask, &case.weights].map(|values| tensor(values));
+        let written = || -> Result<Tensor> {
+            let ratio = (policy.as_tensor() - &old)?.clamp(-20.0, 20.0)?.exp()?;
+            let clipped = ratio.clamp(1.0 - clip.low, 1.0 + clip.high)?;
+            let per_token = ((&ratio * &advantages)?.minimum(&(clipped * &advantages)?)? * &mask)?;
+            let sum = match objective.aggregation {
+                Aggregation::TokenMean => per_token.sum_all()?,
+                _ => (per_token * &weights)?.sum_all()?,
+            };
+            sum / -5.0
+        };
+        let written = written().unwrap();
+        let gradient = written.backward().unwrap().get(&policy).unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(case.run(&objective, 5.0), (written.to_scalar().unwrap(), gradient));
     }
 }

@@ -4,6 +4,8 @@ use r3_recipe::learning::Train;
 use super::*;
 use crate::batch::Limits;
 use crate::fixtures::{OwnedRollout, dapo, grpo, sampled_by, tiny_policy, with_groups};
+use crate::loss::correction::{Band, Correction, Weight};
+use crate::loss::kl::KlEstimator;
 
 const WHOLE: Limits = Limits { mini_steps: 1, micro_batch_tokens: 1000, routes: RoutesUse::Replay };
 
@@ -35,12 +37,12 @@ fn step(trainer: &mut Trainer, rollouts: &[OwnedRollout], limits: Limits) -> Res
     let objective = trainer.objective().clone();
     with_groups(rollouts, |groups| {
         let batch = Batch::pack(groups, &objective, limits)?;
-        let mut passes = Vec::new();
+        let (mut passes, n_passes) = (Vec::new(), trainer.n_passes(&batch));
         let stats = trainer.step(&batch, &mut |pass| passes.push(pass))?;
         let stages: Vec<Stage> = passes.iter().map(|pass| pass.stage).collect();
         let n_measured = stages.iter().take_while(|stage| **stage == Stage::Measured).count();
         let (pairs, rest) = stages[n_measured..].as_chunks::<2>();
-        assert_eq!(n_measured + pairs.len(), batch.n_passes(), "every micro-batch is reported");
+        assert_eq!(n_measured + pairs.len(), n_passes, "every micro-batch is reported");
         assert!(pairs.iter().all(|pair| *pair == [Stage::Forward, Stage::Learned]) && rest.is_empty());
         Ok(stats)
     })
@@ -286,4 +288,84 @@ fn a_resumed_trainer_continues_bit_for_bit() {
     let stats = [&mut whole, &mut resumed].map(|trainer| step(trainer, &rollouts(), WHOLE).unwrap());
     assert_eq!(stats[0], stats[1]);
     assert_eq!(flat(whole.policy().vars()), flat(resumed.policy().vars()));
+}
+
+fn shifted(by: f32) -> Vec<OwnedRollout> {
+    let mut rollouts = rollouts();
+    rollouts.iter_mut().flat_map(|rollout| &mut rollout.rollout_logprobs).for_each(|old| *old += by);
+    rollouts
+}
+
+#[test]
+fn with_the_trainers_own_old_logprobs_the_rollouts_do_not_matter() {
+    let objective = Objective { old_logprobs: OldLogprobs::Trainer, ..dapo() };
+    for mini_steps in [1, 3] {
+        let run = |by: f32| {
+            let mut trainer = trainer(&objective);
+            let stats = step(&mut trainer, &shifted(by), Limits { mini_steps, ..WHOLE }).unwrap();
+            (stats.actor.pg_loss, flat(trainer.policy().vars()))
+        };
+        assert_eq!(run(0.0), run(0.125), "{mini_steps} mini-steps");
+    }
+}
+
+#[test]
+fn a_correction_weighs_what_rollout_and_trainer_differ_in() {
+    let rho = (-0.125_f64).exp();
+    let tis = Correction { weight: Some(Weight::Tis { cap: 2.0 }), ..Correction::default() };
+    let objective = |correction| Objective { correction, old_logprobs: OldLogprobs::Trainer, ..dapo() };
+    let run = |correction| step(&mut trainer(&objective(correction)), &shifted(0.125), WHOLE).unwrap().actor;
+    let (plain, weighed) = (run(Correction::default()), run(tis));
+    assert_eq!((plain.correction_mean, weighed.correction_dropped_frac), (None, Some(0.0)));
+    assert!((weighed.correction_mean.unwrap() - rho).abs() < 1e-6, "{weighed:?}");
+    assert!(
+        (weighed.grad_norm / plain.grad_norm - rho).abs() < 1e-5,
+        "{} {}",
+        weighed.grad_norm,
+        plain.grad_norm
+    );
+    let geometric_mask = Some(Band { low: 0.9, high: 1.1 });
+    let dropped = run(Correction { geometric_mask, ..Correction::default() });
+    assert_eq!((dropped.correction_dropped_frac, dropped.grad_norm), (Some(1.0), 0.0));
+}
+
+fn with_kl(place: KlPlace) -> Objective {
+    Objective { kl: Some(KlTerm { coef: 1.0, estimator: KlEstimator::K3, place }), ..dapo() }
+}
+
+#[test]
+fn at_the_references_weights_the_kl_is_exactly_0_and_from_there_it_is_pulled_back() {
+    let run = |seed: u64, n_steps: usize| {
+        let mut trainer = trainer(&with_kl(KlPlace::Loss)).with_reference(tiny_policy(seed));
+        (0..n_steps).map(|_| step(&mut trainer, &rollouts(), WHOLE).unwrap().actor.kl_loss.unwrap()).last()
+    };
+    assert_eq!(run(1, 1), Some(0.0));
+    let (before, after) = (run(2, 1).unwrap(), run(2, 8).unwrap());
+    assert!(before > 0.0 && after < 0.7 * before, "{before} {after}");
+}
+
+#[test]
+fn a_kl_in_the_reward_moves_advantages_only_where_policies_differ() {
+    let run = |reference: Option<u64>| {
+        let objective = reference.map_or_else(dapo, |_| with_kl(KlPlace::Reward));
+        let mut trainer = trainer(&objective);
+        if let Some(seed) = reference {
+            trainer = trainer.with_reference(tiny_policy(seed));
+        }
+        let stats = step(&mut trainer, &rollouts(), WHOLE).unwrap();
+        assert_eq!(stats.actor.kl_loss, None);
+        flat(trainer.policy().vars())
+    };
+    assert_eq!(run(None), run(Some(1)));
+    assert_ne!(run(None), run(Some(2)));
+}
+
+#[test]
+fn an_entropy_bonus_keeps_the_policy_open() {
+    let entropy_after = |entropy_coef: f64| {
+        let mut trainer = trainer(&Objective { entropy_coef, ..dapo() });
+        (0..8).map(|_| step(&mut trainer, &rollouts(), WHOLE).unwrap().actor.entropy).last().unwrap()
+    };
+    let (without, with) = (entropy_after(0.0), entropy_after(1.0));
+    assert!(with > 1.05 * without, "{without} {with}");
 }

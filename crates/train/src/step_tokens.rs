@@ -1,18 +1,18 @@
-//! Logprobs of a whole step's inputs, kept from one forward for a later one.
+//! Numbers of a whole step's inputs, kept from one pass for a later one.
 
 use std::ops::Range;
 
 use crate::batch::{Batch, Sequence};
 
-/// A logprob for every input of a batch, in the order of its sequences. A buffer, filled again in every step.
+/// A number for every input of a batch, in the order of its sequences. A buffer, filled again in every step.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct StepLogprobs {
+pub(crate) struct StepTokens {
     values: Vec<f32>,
     /// Where each sequence starts, and the end.
     starts: Vec<usize>,
 }
 
-impl StepLogprobs {
+impl StepTokens {
     /// Makes room for `batch`, and forgets what was kept of another.
     pub(crate) fn start(&mut self, batch: &Batch<'_>) {
         self.starts.clear();
@@ -26,13 +26,13 @@ impl StepLogprobs {
         self.values.resize(end, f32::NAN);
     }
 
-    /// Keeps the logprobs of the inputs of `sequences`.
+    /// Keeps `values` of the inputs of `sequences`.
     ///
     /// # Panics
     /// If there is not one for each.
-    pub(crate) fn keep(&mut self, sequences: &Range<usize>, logprobs: &[f32]) {
+    pub(crate) fn keep(&mut self, sequences: &Range<usize>, values: &[f32]) {
         let at = self.inputs(sequences);
-        self.values[at].copy_from_slice(logprobs);
+        self.values[at].copy_from_slice(values);
     }
 
     /// What was kept for the inputs of `sequences`; NaN where nothing was.
@@ -40,7 +40,13 @@ impl StepLogprobs {
         &self.values[self.inputs(sequences)]
     }
 
-    fn inputs(&self, sequences: &Range<usize>) -> Range<usize> {
+    /// What was kept for all inputs.
+    pub(crate) fn all(&self) -> &[f32] {
+        &self.values
+    }
+
+    /// Where the inputs of `sequences` are among those of the batch.
+    pub(crate) fn inputs(&self, sequences: &Range<usize>) -> Range<usize> {
         self.starts[sequences.start]..self.starts[sequences.end]
     }
 }
