@@ -132,11 +132,9 @@ impl Team {
         unsafe { *self.section.get() = Some(Section { n_tasks, body }) };
         self.unfinished.store(n_tasks, Ordering::Relaxed); // Published by the store below.
         self.untaken.store(n_tasks, Ordering::Release); // Pairs with the Acquire in `take`.
+        let under_way = UnderWay(self);
         while self.take() {}
-        let mut patience = Patience::default();
-        while self.unfinished.load(Ordering::Acquire) > 0 {
-            patience.wait(); // Pairs with the Release in `Taken::drop`.
-        }
+        drop(under_way);
         assert!(!self.failed.load(Ordering::Relaxed), "a task of this section panicked");
     }
 
@@ -181,6 +179,22 @@ impl Team {
         // SAFETY: the leader keeps what `body` borrows alive until every task has ended.
         unsafe { (*section.body)(section.n_tasks - untaken) };
         true
+    }
+}
+
+/// A section whose tasks borrow from the leader, who must not go before they have ended, not even in a panic.
+struct UnderWay<'a>(&'a Team);
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        // There are such tasks only if one of the leader's own has panicked.
+        let left = self.0.untaken.swap(0, Ordering::Relaxed);
+        self.0.unfinished.fetch_sub(left, Ordering::Relaxed);
+        let mut patience = Patience::default();
+        // Pairs with the Release in `Taken::drop`.
+        while self.0.unfinished.load(Ordering::Acquire) > 0 {
+            patience.wait();
+        }
     }
 }
 
@@ -303,6 +317,30 @@ mod tests {
         in_pool(2, || in_team(nested));
         in_pool(2, || in_team(|| in_team(nested)));
         assert_eq!(count.into_inner(), 4 * 15);
+    }
+
+    #[test]
+    fn a_leader_that_panics_waits_for_the_tasks_of_others() {
+        let (begun, ended) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let task = |_| {
+            begun.fetch_add(1, Ordering::Relaxed);
+            if member() == 0 {
+                while begun.load(Ordering::Relaxed) < 2 {
+                    thread::yield_now();
+                }
+                panic!("the leader's");
+            }
+            for _ in 0..10_000 {
+                thread::yield_now();
+            }
+            ended.fetch_add(1, Ordering::Relaxed);
+        };
+        in_pool(2, || {
+            in_team(|| {
+                assert!(catch_unwind(AssertUnwindSafe(|| run(64, &task))).is_err());
+                assert_eq!(ended.load(Ordering::Relaxed) + 1, begun.load(Ordering::Relaxed));
+            });
+        });
     }
 
     #[test]
