@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use r3_core::ids::{GroupId, PolicyVersion, SequenceId, TokenId};
 use r3_kernels::attention::{KvCache, PagedSequence};
-use r3_kernels::logprob::chosen_logprobs;
 use r3_kernels::route_record::RouteRecord;
 use r3_kernels::router::Routing;
 use r3_kernels::team::in_team;
@@ -168,7 +167,6 @@ impl Engine {
         self.record_routes();
         let copies = &self.scheduler.tick_plan().copies_after_forward;
         self.cache.copy_slots(&copies.from, &copies.to);
-        self.score_prompts(&logits);
         self.sample(&logits);
         let plan = self.scheduler.tick_plan();
         let stats = TickStats { computed_tokens: plan.n_tokens(), sampled_tokens: self.samples.len() };
@@ -281,6 +279,7 @@ impl Engine {
         };
         let hidden = forward(exec, weights, &plan.tokens, &mut attend, &mut routing)?;
         *tables = emptied(sequences);
+        let scored = prompt_logprobs(scheduler, weights, &hidden);
         wanted_rows(plan, &mut self.logit_rows);
         let wanted = if self.logit_rows.len() == plan.n_tokens() {
             hidden
@@ -291,6 +290,9 @@ impl Engine {
         };
         let logits = logits(exec, weights, &wanted)?;
         exec.release(wanted);
+        for (chunk, logprobs) in scored {
+            scheduler.record_prompt_logprobs(chunk.sequence, chunk.start, &logprobs);
+        }
         Ok(logits)
     }
 
@@ -301,26 +303,6 @@ impl Engine {
             self.scheduler.record(replay.rows());
         } else if let Some(record) = &mut self.record {
             self.scheduler.record(record.rows());
-        }
-    }
-
-    /// Hands the logprobs of prompt tokens to the requests that want them.
-    fn score_prompts(&mut self, logits: &Rows) {
-        let vocab_size = self.weights.config.vocab_size;
-        for at in 0..self.scheduler.tick_plan().chunks.len() {
-            let chunk = self.scheduler.tick_plan().chunks[at];
-            if chunk.wants != Logits::All {
-                continue;
-            }
-            let sequence = self.scheduler.sequence(chunk.sequence);
-            let end = (chunk.start + chunk.n_tokens + 1).min(sequence.prompt_tokens);
-            let targets: Vec<u32> =
-                sequence.tokens[chunk.start + 1..end].iter().map(|token| token.0).collect();
-            let first = self.logit_row(chunk.first_row);
-            let values = &logits.values()[first * vocab_size..(first + targets.len()) * vocab_size];
-            let mut logprobs = vec![0.0; targets.len()];
-            chosen_logprobs(values, &targets, 1.0, &mut logprobs);
-            self.scheduler.record_prompt_logprobs(chunk.sequence, chunk.start, &logprobs);
         }
     }
 
@@ -354,15 +336,27 @@ fn emptied<'a>(mut tables: Vec<PagedSequence<'_>>) -> Vec<PagedSequence<'a>> {
     tables.into_iter().map(|table| PagedSequence { blocks: &[], ..table }).collect()
 }
 
-/// Rows of `plan` that need logits, ascending.
+/// Logprobs of the prompt tokens that requests want to know, by chunk.
+fn prompt_logprobs(
+    scheduler: &Scheduler,
+    weights: &Weights<Buffers>,
+    hidden: &Rows,
+) -> Vec<(Chunk, Vec<f32>)> {
+    let wanted = scheduler.tick_plan().chunks.iter().filter(|chunk| chunk.wants == Logits::All);
+    let score = |&chunk: &Chunk| {
+        let sequence = scheduler.sequence(chunk.sequence);
+        let end = (chunk.start + chunk.n_tokens + 1).min(sequence.prompt_tokens);
+        let targets = &sequence.tokens[chunk.start + 1..end];
+        let targets: Vec<u32> = targets.iter().map(|token| token.0).collect();
+        (chunk, Buffers::head_logprobs(weights, hidden, chunk.first_row, &targets))
+    };
+    wanted.map(score).collect()
+}
+
+/// Rows of `plan` that a token is drawn from, ascending; rollouts that fork share one.
 fn wanted_rows(plan: &TickPlan, rows: &mut Vec<usize>) {
     rows.clear();
-    for chunk in &plan.chunks {
-        let end = chunk.first_row + chunk.n_tokens;
-        match chunk.wants {
-            Logits::None => {}
-            Logits::Last => rows.push(end - 1),
-            Logits::All => rows.extend(chunk.first_row..end),
-        }
-    }
+    rows.extend(plan.samples.iter().map(|site| site.row));
+    rows.sort_unstable();
+    rows.dedup();
 }

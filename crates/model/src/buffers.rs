@@ -5,6 +5,7 @@ use r3_kernels::attention::split::split_attention;
 use r3_kernels::attention::{Heads, KvCache, PagedSequence, paged_attention};
 use r3_kernels::experts::{ExpertDims, ExpertScratch, Experts, Routed, forward as run_experts};
 use r3_kernels::gemm::{Dtype, PackedMatrix, matmul, matmul_all};
+use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
 use r3_kernels::numerics::Numerics;
 use r3_kernels::rms_norm::{add_rms_norm, rms_norm};
 use r3_kernels::rope::{RopeTable, norm_rope};
@@ -107,6 +108,22 @@ impl Buffers {
             row.copy_from_slice(&x.values()[index * width..(index + 1) * width]);
         }
         out
+    }
+
+    /// Nats of `targets`, one for each row of `hidden` from `first` on: what [`chosen_logprobs`] gives, without logits.
+    ///
+    /// [`chosen_logprobs`]: r3_kernels::logprob::chosen_logprobs
+    #[must_use]
+    pub fn head_logprobs(weights: &Weights<Self>, hidden: &Rows, first: usize, targets: &[u32]) -> Vec<f32> {
+        let head = &weights.head.as_ref().unwrap_or(&weights.embed).matrix;
+        let [mut logprobs, mut entropies, mut target_logits] = [(); 3].map(|()| vec![0.0; targets.len()]);
+        head_logprobs(
+            &hidden.values()[first * hidden.width..][..targets.len() * hidden.width],
+            head,
+            Targets { ids: targets, temperature: 1.0 },
+            Scores { logprobs: &mut logprobs, entropies: &mut entropies, target_logits: &mut target_logits },
+        );
+        logprobs
     }
 
     fn take(&mut self, rows: usize, width: usize) -> Rows {

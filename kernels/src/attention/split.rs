@@ -10,6 +10,7 @@ use std::cell::Cell;
 use super::kernel::Rows;
 use super::{Job, KvCache, PagedSequence, SCRATCH, Table, attend_job, paged_attention};
 use crate::parallel::{self, Disjoint};
+use crate::team;
 
 /// Positions that are worth a part of their own: fewer take less time than it takes to put parts together.
 const MIN_PART: usize = 2048;
@@ -39,7 +40,7 @@ pub fn split_attention(
 
 /// Parts of each task.
 fn n_parts(sequences: &[PagedSequence<'_>], n_kv_heads: usize) -> usize {
-    let (n_threads, n_tasks) = (rayon::current_num_threads(), sequences.len() * n_kv_heads);
+    let (n_threads, n_tasks) = (team::n_threads(), sequences.len() * n_kv_heads);
     // With more tasks, an uneven rest costs less than cutting all of them.
     let uneven = n_tasks < 2 * n_threads && !n_tasks.is_multiple_of(n_threads);
     if !uneven || sequences.iter().any(|s| s.n_queries != 1) {
