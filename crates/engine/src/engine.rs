@@ -175,6 +175,26 @@ impl Engine {
         Ok(stats)
     }
 
+    /// Ticks until a rollout has ended or there is no work, and calls `after` after every tick.
+    ///
+    /// On a thread of the current pool: there a tick's team gathers without the caller being put to sleep and woken,
+    /// which takes 20 us.
+    ///
+    /// # Errors
+    /// As a tick does.
+    pub fn tick_until_finished(
+        &mut self,
+        mut after: impl FnMut(&Self, TickStats) + Send,
+    ) -> Result<(), EngineError> {
+        rayon::scope(|_| {
+            while self.has_work() && !self.scheduler.has_finished() {
+                let stats = self.tick()?;
+                after(self, stats);
+            }
+            Ok(())
+        })
+    }
+
     /// The next rollout that ended.
     pub fn take_finished(&mut self) -> Option<Finished> {
         let finished = self.scheduler.take_finished()?;

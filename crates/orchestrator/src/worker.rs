@@ -229,17 +229,20 @@ impl Worker {
         }
     }
 
-    /// One tick of the engine; the rollouts that ended with it, scored.
+    /// Ticks of the engine until one ends rollouts; those, scored.
     fn tick(&mut self, stats: &mut SampleStats, bar: &Bar) -> Result<Vec<Scored>, RunError> {
         assert!(self.parts.engine.has_work(), "rollouts that are waited for are in the engine");
-        let preemptions_before = self.parts.engine.stats().n_preemptions;
-        let tick = self.parts.engine.tick()?;
-        let now = self.parts.engine.stats();
-        stats.sampled_tokens += tick.sampled_tokens as u64;
-        stats.preemptions += now.n_preemptions - preemptions_before;
-        stats.observe(&now);
-        bar.tokens(tick.sampled_tokens as u64);
-        self.pulse.beat();
+        let Self { parts: WorkerParts { engine, .. }, pulse, .. } = self;
+        let mut n_preemptions = engine.stats().n_preemptions;
+        engine.tick_until_finished(|engine, tick| {
+            let now = engine.stats();
+            stats.sampled_tokens += tick.sampled_tokens as u64;
+            stats.preemptions += now.n_preemptions - n_preemptions;
+            n_preemptions = now.n_preemptions;
+            stats.observe(&now);
+            bar.tokens(tick.sampled_tokens as u64);
+            pulse.beat();
+        })?;
         let mut ended = Vec::new();
         while let Some(finished) = self.parts.engine.take_finished() {
             if let Some(scored) = self.score(finished, stats)? {

@@ -314,6 +314,12 @@ impl Scheduler {
         self.finish_prefills();
     }
 
+    /// Whether a request ended that nobody has taken.
+    #[must_use]
+    pub fn has_finished(&self) -> bool {
+        !self.finished.is_empty()
+    }
+
     /// The next request that ended, in the order in which they did.
     pub fn take_finished(&mut self) -> Option<Finished> {
         self.finished.pop_front()

@@ -117,9 +117,7 @@ pub fn measure(subject: &Subject, setup: &EngineSetup) -> Result<EngineBench, Ru
     let mut rounds = Vec::new();
     for round in 0..=setup.rounds.max(1) {
         let mut served = server.submit(round)?;
-        while server.has_work() {
-            server.tick(&mut served)?;
-        }
+        server.serve(&mut served)?;
         server.take(&mut served);
         // The first round warms up.
         if round > 0 {

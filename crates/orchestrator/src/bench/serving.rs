@@ -117,6 +117,26 @@ impl Server {
         Ok(Served { ticks, all: start.elapsed(), rollouts: Vec::new() })
     }
 
+    /// Serves a round to its end, as the rollout worker does: on a thread of the pool.
+    ///
+    /// # Errors
+    /// If a forward fails.
+    pub(crate) fn serve(&mut self, served: &mut Served) -> Result<(), RunError> {
+        let mut last = Instant::now();
+        let start = last;
+        while self.has_work() {
+            self.engine.tick_until_finished(|_, ticked| {
+                let now = Instant::now();
+                let (computed, sampled) = (ticked.computed_tokens, ticked.sampled_tokens);
+                served.ticks.push(Tick { time: now - last, computed, sampled });
+                last = now;
+            })?;
+            served.rollouts.extend(std::iter::from_fn(|| self.engine.take_finished()));
+        }
+        served.all += start.elapsed();
+        Ok(())
+    }
+
     /// One tick.
     ///
     /// # Errors
