@@ -150,21 +150,23 @@ fn one_adamw_step_matches() {
         let mut policy = policy(model);
         let config = policy.config().clone();
         let fused = fused_gradients(&mut policy, &reference, None);
-        for ((name, var), gradient) in policy.vars().iter().zip(&fused) {
-            let mut values = var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-            let (mut m, mut v) = (vec![0.0; values.len()], vec![0.0; values.len()]);
-            adamw(&mut values, gradient, &mut m, &mut v, &step);
-            for (piece, range) in split(name, var.dims(), &config) {
-                if let Some(expected) = reference.0.get(&format!("adamw1.{piece}")) {
-                    let diff = max_diff(&values[range], expected);
-                    // The first step moves by lr times the gradient's sign, which rounding decides near zero.
-                    assert!(diff <= 2e-5, "{model}: {piece} differs by {diff:e} after a step");
+        policy.change(|vars| {
+            for ((name, var), gradient) in vars.iter().zip(&fused) {
+                let mut values = var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                let (mut m, mut v) = (vec![0.0; values.len()], vec![0.0; values.len()]);
+                adamw(&mut values, gradient, &mut m, &mut v, &step);
+                for (piece, range) in split(name, var.dims(), &config) {
+                    if let Some(expected) = reference.0.get(&format!("adamw1.{piece}")) {
+                        let diff = max_diff(&values[range], expected);
+                        // The first step moves by lr times the gradient's sign, which rounding decides near zero.
+                        assert!(diff <= 2e-5, "{model}: {piece} differs by {diff:e} after a step");
+                    }
                 }
+                let values =
+                    candle_core::Tensor::from_vec(values, var.dims(), &candle_core::Device::Cpu).unwrap();
+                var.set(&values).unwrap();
             }
-            let values =
-                candle_core::Tensor::from_vec(values, var.dims(), &candle_core::Device::Cpu).unwrap();
-            var.set(&values).unwrap();
-        }
+        });
         let batch = PackedReference::new(&reference);
         let output = policy.logprobs(&batch.packed(), &mut Routing::Free, 1.0).unwrap();
         let logprobs = without_last(&output.logprobs.to_vec1().unwrap());
@@ -258,15 +260,12 @@ fn fused_gradients(policy: &mut Policy, reference: &Reference, replay: Option<&V
         (0..BATCH * TOKENS).map(|at| f32::from(u8::from(at % TOKENS != TOKENS - 1))).collect();
     let mask = candle_core::Tensor::new(mask, &candle_core::Device::Cpu).unwrap();
     let n_targets = (BATCH * (TOKENS - 1)) as f64;
-    let loss = ((output.logprobs * mask).unwrap().sum_all().unwrap() / -n_targets).unwrap();
+    let loss = ((&output.logprobs * mask).unwrap().sum_all().unwrap() / -n_targets).unwrap();
     let expected = reference.get(if replay.is_some() { "replay_loss" } else { "loss" })[0];
     assert!((loss.to_scalar::<f32>().unwrap() - expected).abs() < 1e-5);
-    let store = loss.backward().unwrap();
-    let gradient = |(name, var): &(String, candle_core::Var)| {
-        let gradient = store.get(var).unwrap_or_else(|| panic!("no gradient reached {name}"));
-        gradient.flatten_all().unwrap().to_vec1::<f32>().unwrap()
-    };
-    policy.vars().iter().map(gradient).collect()
+    let mut gradients = policy.zero_gradients();
+    policy.backward(&output, &loss.backward().unwrap(), &mut gradients).unwrap();
+    gradients
 }
 
 /// The same by checkpoint name, per expert.

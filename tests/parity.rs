@@ -17,7 +17,7 @@ use r3_engine::sampler::Sampling;
 use r3_kernels::gemm::Dtype;
 use r3_kernels::route_record::RouteRecord;
 use r3_kernels::router::Routing;
-use r3_model::autograd::Policy;
+use r3_model::autograd::{Policy, Precision};
 use r3_model::checkpoint::Checkpoint;
 
 /// Tokens of the longest sequence of [`converse`]: both turns' prompts and completions.
@@ -184,8 +184,8 @@ struct Trained {
 }
 
 impl Trained {
-    fn new(checkpoint: &Checkpoint, temperature: f32) -> Self {
-        let mut engine = engine(checkpoint, plain(Dtype::F32));
+    fn new(checkpoint: &Checkpoint, temperature: f32, dtype: Dtype) -> Self {
+        let mut engine = engine(checkpoint, plain(dtype));
         let (sampling, stop_tokens) = (Sampling { temperature, ..SAMPLED }, Arc::from([TokenId(1)]));
         let requests: Vec<GroupRequest> = (0..12)
             .map(|group| GroupRequest {
@@ -221,11 +221,22 @@ impl Trained {
 
 #[test]
 fn at_equal_f32_weights_trainer_and_rollout_agree_in_every_bit() {
+    the_two_sides_agree_in(Dtype::F32);
+}
+
+#[test]
+fn at_equal_bf16_weights_trainer_and_rollout_agree_in_every_bit() {
+    the_two_sides_agree_in(Dtype::Bf16);
+}
+
+fn the_two_sides_agree_in(dtype: Dtype) {
     for model in MODELS {
         let checkpoint = checkpoint(model);
-        let mut policy = Policy::load(&checkpoint, checkpoint.config()).unwrap();
+        let precision = Precision { dtype, recompute: false };
+        let policy = Policy::load(&checkpoint, checkpoint.config()).unwrap();
+        let mut policy = policy.with_precision(precision);
         for temperature in [1.0, 0.7] {
-            let trained = Trained::new(&checkpoint, temperature);
+            let trained = Trained::new(&checkpoint, temperature, dtype);
             let sampled: Vec<Vec<u32>> = trained.rollouts.iter().map(|r| r.logprobs.clone()).collect();
             let replayed = trained.packing.replayed();
             let dims = checkpoint.config().route_dims();
@@ -291,11 +302,13 @@ fn both_sides(checkpoint: &Checkpoint) -> (Vec<Rollout>, Vec<u32>, Vec<Vec<u32>>
     let mut policy = Policy::load(checkpoint, checkpoint.config()).unwrap();
     let replayed = packing.replayed();
     let mut routing = Routing::Replay { ids: &replayed, native: None };
-    let logprobs = policy.logprobs(&packing.packed(), &mut routing, 1.0).unwrap().logprobs;
-    let gradients = logprobs.sum_all().unwrap().backward().unwrap();
-    let values = |tensor: &candle_core::Tensor| bits(&tensor.flatten_all().unwrap().to_vec1().unwrap());
-    let gradients = policy.vars().iter().map(|(_, var)| values(gradients.get(var).unwrap())).collect();
-    (rollouts, values(&logprobs), gradients)
+    let output = policy.logprobs(&packing.packed(), &mut routing, 1.0).unwrap();
+    let mut gradients = policy.zero_gradients();
+    policy
+        .backward(&output, &output.logprobs.sum_all().unwrap().backward().unwrap(), &mut gradients)
+        .unwrap();
+    let logprobs = bits(&output.logprobs.to_vec1().unwrap());
+    (rollouts, logprobs, gradients.iter().map(|gradient| bits(gradient)).collect())
 }
 
 /// Routes are addressed by the engine they are of, never by how many were built before it.

@@ -5,9 +5,7 @@
 //! alone: not on chunking, block size, block table, neighbours or threads.
 
 use std::cell::{Cell, RefCell};
-use std::sync::Arc;
 
-use candle_core::{Result, Tensor};
 use half::bf16;
 
 use crate::gemm::Dtype;
@@ -16,6 +14,7 @@ use crate::parallel::{self, Disjoint};
 
 mod gradient;
 mod kernel;
+pub mod packed;
 pub mod split;
 #[cfg(test)]
 mod tests;
@@ -389,61 +388,4 @@ fn attend_job_body<I: Isa>(job: &Job<'_>, rows: Rows, scratch: &mut Scratch) {
         Pages::F32(tiles) => attend::<I, f32>(&tiles.view(cache, layer, kv_head, table), rows, scratch),
         Pages::Bf16(tiles) => attend::<I, bf16>(&tiles.view(cache, layer, kv_head, table), rows, scratch),
     }
-}
-
-/// Causal attention within each of the packed sequences: `q` and `out` `[T, H, hd]`, `k` and `v` `[T, Hkv, hd]`,
-/// `lengths` summing to `T`. The bits of [`paged_attention`] over an f32 cache of the same keys and values.
-///
-/// # Panics
-/// If the shapes do not fit.
-pub fn packed_attention(
-    q: &[f32],
-    (k, v): (&[f32], &[f32]),
-    lengths: &[usize],
-    heads: Heads,
-    out: &mut [f32],
-) {
-    let packed = PackedKv::new(lengths, heads, k, v);
-    paged_attention(q, &packed.cache, (0, LANES), &packed.sequences(), out);
-}
-
-/// Packed sequences in a cache of their own, each from the start of a tile.
-struct PackedKv<'a> {
-    cache: KvCache,
-    lengths: &'a [usize],
-    /// `0..n_tiles`, every sequence's block table after the other.
-    blocks: Vec<u32>,
-}
-
-impl<'a> PackedKv<'a> {
-    fn new(lengths: &'a [usize], heads: Heads, k: &[f32], v: &[f32]) -> Self {
-        let n_tiles: usize = lengths.iter().map(|length| length.div_ceil(LANES)).sum();
-        let blocks = (0..u32::try_from(n_tiles).expect("fewer than 2^32 tiles")).collect();
-        let mut cache = KvCache::new(1, n_tiles * LANES, heads, Dtype::F32);
-        let (mut slots, mut first) = (Vec::with_capacity(lengths.iter().sum()), 0);
-        for length in lengths {
-            slots.extend((first..first + length).map(|slot| slot as u32));
-            first += length.next_multiple_of(LANES);
-        }
-        cache.write(0, &slots, k, v);
-        Self { cache, lengths, blocks }
-    }
-
-    fn sequences(&self) -> Vec<PagedSequence<'_>> {
-        let mut blocks = &self.blocks[..];
-        let sequence = |&n_queries: &usize| {
-            let (own, rest) = blocks.split_at(n_queries.div_ceil(LANES));
-            blocks = rest;
-            PagedSequence { n_queries, start: 0, blocks: own }
-        };
-        self.lengths.iter().map(sequence).collect()
-    }
-}
-
-/// [`packed_attention`] of `q` `[T, H, hd]`, `k` and `v` `[T, Hkv, hd]` as a `[T, H, hd]` differentiable in all three.
-///
-/// # Errors
-/// If an operand is not f32 on the CPU, or the shapes do not fit.
-pub fn attention_op(q: &Tensor, k: &Tensor, v: &Tensor, lengths: Arc<[usize]>) -> Result<Tensor> {
-    gradient::apply(q, k, v, lengths)
 }

@@ -3,10 +3,6 @@
 //! Tokens are sorted by expert, each expert runs two packed products over its rows, and every token adds up its
 //! `K` results *in router order*, weighted by its gates. A token's result depends on that token alone, to the bit.
 
-use std::sync::Arc;
-
-use candle_core::{Result, Tensor};
-
 use crate::gemm::{Dtype, PackedMatrix, Product, Rows, round_rows};
 use crate::parallel::{self, Disjoint};
 use crate::router::Choice;
@@ -14,8 +10,7 @@ use crate::swiglu::{rounded_silu_mul_rows, silu_mul_rows};
 use crate::team;
 
 mod dispatch;
-mod grouped;
-mod op;
+pub mod trained;
 
 use dispatch::{Dispatch, Segment};
 
@@ -179,23 +174,6 @@ pub fn forward(x: &[f32], routed: Routed<'_>, experts: &Experts, scratch: &mut E
         worker.run(experts, (segment.expert, next), side_by_side, out);
     });
     dispatch.combine(&out[..n_pairs * width], Some(gates), width, y);
-}
-
-/// [`forward`] in f32 for tensors, differentiable in all four: `x` `[T, D]`, `gates` `[T, K]`, and the weights
-/// `gate_up` `[E, 2 I, D]` and `down` `[E, D, I]`. The result is `[T, D]` and has the bits of [`forward`].
-///
-/// The choice itself has no gradient: replay is hard assignment (R3, arXiv 2510.11370). Gradients are
-/// deterministic: one task per expert for its weights, a sum in router order for `x`.
-///
-/// # Errors
-/// If shapes, dtypes or devices do not fit each other or `choice`.
-pub fn experts_op(
-    x: &Tensor,
-    gates: &Tensor,
-    weights: (&Tensor, &Tensor),
-    choice: Arc<Choice>,
-) -> Result<Tensor> {
-    op::apply(x, gates, weights, &choice)
 }
 
 /// What one thread needs for one segment.

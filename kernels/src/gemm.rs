@@ -12,14 +12,12 @@ use std::cell::RefCell;
 use std::fmt;
 use std::ops::Range;
 
-use candle_core::{Result, Tensor};
-
 use crate::parallel::{self, Disjoint};
 
 pub(crate) mod bf16;
 pub(crate) mod gradient;
 mod kernel;
-mod linear;
+pub mod linear;
 
 use kernel::{Job, LANES, Line, Tile};
 
@@ -274,15 +272,6 @@ pub(crate) fn round_rows(x: &[f32], k: usize, rounded: &mut [u32]) {
 /// Multiply-adds that rounding an element costs, about.
 const ROUND_WORK: usize = 8;
 
-/// [`matmul`] with activations that are already in the matrix's dtype.
-///
-/// # Panics
-/// If shapes or dtypes do not fit.
-pub(crate) fn multiply(x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, y: &mut [f32]) {
-    let n_tasks = parallel::task_count(y.len() * w.k);
-    Product { x, w, bias, then: None }.run(n_tasks, y);
-}
-
 /// A product whose activations are in the matrix's dtype.
 #[derive(Clone, Copy)]
 pub(crate) struct Product<'a> {
@@ -317,11 +306,21 @@ impl<'a> Product<'a> {
         let job = match (x, &w.panels) {
             (Rows::F32(x), Panels::F32(lines)) => {
                 let then = then.map_or(&[][..], PackedMatrix::f32_lines);
-                Jobs::F32(Job { x, lines, depth: w.k, n, bias, onto: false, y, then })
+                Jobs::F32(Job { x, blocked: false, lines, depth: w.k, n, bias, onto: false, y, then })
             }
             (Rows::Bf16(x), Panels::Bf16(lines)) => {
                 let then = then.map_or(&[][..], PackedMatrix::bf16_lines);
-                Jobs::Bf16(Job { x, lines, depth: w.k.div_ceil(2), n, bias, onto: false, y, then })
+                Jobs::Bf16(Job {
+                    x,
+                    blocked: false,
+                    lines,
+                    depth: w.k.div_ceil(2),
+                    n,
+                    bias,
+                    onto: false,
+                    y,
+                    then,
+                })
             }
             _ => panic!("activations must be in the dtype of the weights"),
         };
@@ -358,7 +357,7 @@ impl Tiles<'_> {
     }
 }
 
-/// The columns `columns` of [`multiply`]'s product, `y` `[T, columns.len()]`, on the calling thread.
+/// The columns `columns` of a [`Product`], `y` `[T, columns.len()]`, on the calling thread.
 ///
 /// # Panics
 /// If shapes or dtypes do not fit, or `columns` does not start at a multiple of 16.
@@ -371,29 +370,19 @@ pub(crate) fn multiply_columns(x: Rows<'_>, w: &PackedMatrix, columns: Range<usi
     match (x, &w.panels) {
         (Rows::F32(x), Panels::F32(lines)) => {
             let lines = &lines[panels.start * w.k..panels.end * w.k];
-            let job = Job { x, lines, depth: w.k, n, bias: None, onto: false, y, then: &[] };
+            let job = Job { x, blocked: false, lines, depth: w.k, n, bias: None, onto: false, y, then: &[] };
             job.check(tile.rows.len());
             kernel::run_f32(&job, &tile);
         }
         (Rows::Bf16(x), Panels::Bf16(lines)) => {
             let depth = w.k.div_ceil(2);
             let lines = &lines[panels.start * depth..panels.end * depth];
-            let job = Job { x, lines, depth, n, bias: None, onto: false, y, then: &[] };
+            let job = Job { x, blocked: false, lines, depth, n, bias: None, onto: false, y, then: &[] };
             job.check(tile.rows.len());
             kernel::run_bf16(&job, &tile);
         }
         _ => panic!("activations must be in the dtype of the weights"),
     }
-}
-
-/// `x Wᵀ` for tensors: `x` `[.., K]`, `w` `[N, K]`, f32 on the CPU; the result is `[.., N]`.
-///
-/// The forward packs `w` and calls [`matmul`], so it has the engine's bits; gradients flow to both operands.
-///
-/// # Errors
-/// If shapes, dtypes or devices do not fit.
-pub fn linear(x: &Tensor, w: &Tensor) -> Result<Tensor> {
-    linear::apply(x, w)
 }
 
 /// The 16 rows of `w` that make panel `panel`; fewer at the end.

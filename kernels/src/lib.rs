@@ -4,9 +4,8 @@
 //! log-probabilities agree to the bit. That holds because every output element has one reduction order, fixed by
 //! the model's dimensions alone: never by the number of tokens, their neighbours, the chunking or the threads.
 //!
-//! An op comes as a plain function over row-major f32 slices (what the engine calls) and, where the trainer needs
-//! a gradient, as `*_op` over candle tensors, whose forward is that same function. Backward passes are
-//! deterministic: no atomics, no order that depends on scheduling.
+//! An op is a plain function over row-major f32 slices, which engine and trainer call, and a backward pass over such
+//! slices. Backward passes are deterministic: no atomics, no order that depends on scheduling.
 //!
 //! This crate must never know configurations, files, text, sequences' lifetimes or policies. `unsafe` is allowed
 //! here (and in `r3-ring` alone) for SIMD dispatch and for tasks that write disjoint parts of one buffer.
@@ -24,6 +23,7 @@ pub mod lm_head;
 pub mod logprob;
 pub mod numerics;
 pub mod parallel;
+pub mod residual;
 pub mod rms_norm;
 pub mod rope;
 pub mod route_record;
@@ -32,9 +32,9 @@ pub mod stream;
 pub mod swiglu;
 pub mod team;
 
-mod candle_io;
 mod exp;
 mod isa;
+mod scratch;
 mod softmax;
 #[cfg(test)]
 mod testing;

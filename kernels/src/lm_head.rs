@@ -8,9 +8,6 @@
 
 use std::cell::RefCell;
 use std::ops::Range;
-use std::sync::Arc;
-
-use candle_core::{Result, Tensor};
 
 use crate::gemm::{self, Dtype, PackedMatrix};
 use crate::isa::{Isa, multiversion};
@@ -18,7 +15,6 @@ use crate::logprob::{BLOCK, BlockSums, Distribution, EXP_WORK, inverse};
 use crate::parallel::{self, Disjoint};
 
 pub mod gradient;
-mod op;
 #[cfg(test)]
 mod tests;
 
@@ -155,24 +151,4 @@ fn sum_rows_body<I: Isa>(logits: &[f32], scale: f32, tiles: &mut [RowTile]) {
     for (logits, tile) in logits.chunks_exact(logits.len() / tiles.len()).zip(tiles) {
         tile.sums = BlockSums::of::<I, true>(logits, scale);
     }
-}
-
-/// [`head_logprobs`] of `hidden` `[T, D]` under the head `weight` `[V, D]`, differentiable in both: a `[T]` of logprobs
-/// and a `[T]` of entropies, whose gradients flow too.
-///
-/// `packed` holds the same values as `weight`, in the dtype to multiply in.
-///
-/// # Errors
-/// If the tensors are not f32 on the CPU, or the shapes do not fit.
-///
-/// # Panics
-/// If a target is not below `V`, or the temperature is not positive and finite.
-pub fn head_op(
-    hidden: &Tensor,
-    weight: &Tensor,
-    packed: Arc<PackedMatrix>,
-    ids: Arc<[u32]>,
-    temperature: f32,
-) -> Result<(Tensor, Tensor)> {
-    op::apply(hidden, weight, op::Head::new(packed, ids, temperature))
 }

@@ -2,11 +2,9 @@
 //!
 //! One row is one reduction in a fixed order, so a row's result depends on that row alone.
 
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
-
-use crate::candle_io::{f32_slice, with_f32};
 use crate::isa::{Isa, multiversion, sum_lanes};
 use crate::parallel::{self, Disjoint};
+use crate::scratch::Scratch;
 
 const LANES: usize = 16;
 /// Sets of lanes in a reduction, so that one addition need not wait for the last.
@@ -111,104 +109,69 @@ fn add_products<I: Isa, const N: usize>(rows: [&[f32]; N], sums: &mut [f32]) {
     }
 }
 
-/// [`rms_norm`] of `x` `[.., D]` by `weight` `[D]`, differentiable in both.
-///
-/// # Errors
-/// If an operand is not f32 on the CPU, or `x` does not end in `D`.
-pub fn rms_norm_op(x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor> {
-    let width = weight.dims1()?;
-    if x.dims().last() != Some(&width) || width == 0 {
-        candle_core::bail!("rms_norm of {:?} by a weight of {width}", x.shape());
-    }
-    x.contiguous()?.apply_op2(&weight.contiguous()?, RmsNorm { eps })
-}
-
-struct RmsNorm {
-    eps: f32,
-}
-
-impl CustomOp2 for RmsNorm {
-    fn name(&self) -> &'static str {
-        "rms-norm"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let mut y = vec![0.0; x_layout.shape().elem_count()];
-        rms_norm(f32_slice(x, x_layout)?, f32_slice(weight, weight_layout)?, self.eps, &mut y);
-        Ok((CpuStorage::F32(y), x_layout.shape().clone()))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        _y: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let mut grads = (vec![0.0; x.elem_count()], vec![0.0; weight.elem_count()]);
-        with_f32(x, |x| {
-            with_f32(weight, |weight| {
-                with_f32(grad, |grad| {
-                    let y = Saved { x, weight, eps: self.eps };
-                    backward(&y, grad, &mut grads.0, &mut grads.1);
-                    Ok(())
-                })
-            })
-        })?;
-        let x_grad = Tensor::from_vec(grads.0, x.shape(), x.device())?;
-        let weight_grad = Tensor::from_vec(grads.1, weight.shape(), weight.device())?;
-        Ok((Some(x_grad), Some(weight_grad)))
-    }
-}
-
-/// The operands of a forward.
-struct Saved<'a> {
-    x: &'a [f32],
-    weight: &'a [f32],
-    eps: f32,
+/// The operands of a [`rms_norm`] whose gradients are wanted.
+#[derive(Clone, Copy, Debug)]
+pub struct RmsNorm<'a> {
+    /// `[T, D]`.
+    pub x: &'a [f32],
+    /// `[D]`.
+    pub weight: &'a [f32],
+    /// As in the forward.
+    pub eps: f32,
 }
 
 /// Rows whose weight gradients are summed up by one task: a constant, so that the order of that sum does not depend
 /// on the threads.
 const BLOCK_ROWS: usize = 64;
 
-/// Gradients `x_grad` `[T, D]` and `weight_grad` `[D]` from `grad` `[T, D]`.
-fn backward(saved: &Saved<'_>, grad: &[f32], x_grad: &mut [f32], weight_grad: &mut [f32]) {
-    let width = saved.weight.len();
-    let n_rows = grad.len() / width;
-    let n_blocks = n_rows.div_ceil(BLOCK_ROWS);
-    let mut sums = vec![0.0; n_blocks * width];
-    let (x_parts, sum_parts) = (Disjoint::new(x_grad), Disjoint::new(&mut sums));
-    parallel::for_each(n_blocks, 6 * grad.len(), |block| {
-        let rows = block * BLOCK_ROWS * width..((block + 1) * BLOCK_ROWS).min(n_rows) * width;
-        let saved = Saved { x: &saved.x[rows.clone()], ..*saved };
-        // SAFETY: blocks of rows do not overlap.
-        let x_grad = unsafe { x_parts.part(rows.clone()) };
-        // SAFETY: each block has its own row of sums.
-        let sums = unsafe { sum_parts.part(block * width..(block + 1) * width) };
-        backward_rows(&saved, &grad[rows], x_grad, sums);
-    });
-    for sums in sums.chunks_exact(width) {
-        for (total, sum) in weight_grad.iter_mut().zip(sums) {
-            *total += sum;
+impl RmsNorm<'_> {
+    /// Gradients from `grad` `[T, D]`: of `x`, written to `x_grad` `[T, D]` or, with `onto`, added to it; of the weight,
+    /// added to `weight_grad` `[D]`.
+    ///
+    /// # Panics
+    /// If the shapes do not fit.
+    pub fn backward(&self, grad: &[f32], onto: bool, x_grad: &mut [f32], weight_grad: &mut [f32]) {
+        let width = self.weight.len();
+        assert_eq!([self.x.len(), x_grad.len()], [grad.len(); 2], "x and its gradient have the shape of y");
+        assert_eq!(weight_grad.len(), width, "the weight's gradient is [D]");
+        let n_rows = grad.len() / width;
+        let n_blocks = n_rows.div_ceil(BLOCK_ROWS);
+        let mut sums = Scratch::<f32>::take(n_blocks * width);
+        sums.fill(0.0);
+        let (x_parts, sum_parts) = (Disjoint::new(x_grad), Disjoint::new(&mut sums));
+        parallel::for_each(n_blocks, 6 * grad.len(), |block| {
+            let rows = block * BLOCK_ROWS * width..((block + 1) * BLOCK_ROWS).min(n_rows) * width;
+            let operands = RmsNorm { x: &self.x[rows.clone()], ..*self };
+            // SAFETY: blocks of rows do not overlap.
+            let x_grad = unsafe { x_parts.part(rows.clone()) };
+            // SAFETY: each block has its own row of sums.
+            let sums = unsafe { sum_parts.part(block * width..(block + 1) * width) };
+            backward_rows(&operands, &grad[rows], onto, x_grad, sums);
+        });
+        for sums in sums.chunks_exact(width) {
+            for (total, sum) in weight_grad.iter_mut().zip(sums) {
+                *total += sum;
+            }
         }
     }
 }
 
 multiversion! {
-    fn backward_rows(saved: &Saved<'_>, grad: &[f32], x_grad: &mut [f32], weight_grad: &mut [f32]) = backward_rows_body;
+    fn backward_rows(
+        operands: &RmsNorm<'_>, grad: &[f32], onto: bool, x_grad: &mut [f32], weight_grad: &mut [f32],
+    ) = backward_rows_body;
 }
 
 /// With `r = 1 / sqrt(mean(x^2) + eps)`: `x_grad = r (w grad - x r^2 mean(w grad x))`, `weight_grad += x r grad`.
 #[inline(always)]
-fn backward_rows_body<I: Isa>(saved: &Saved<'_>, grad: &[f32], x_grad: &mut [f32], weight_grad: &mut [f32]) {
-    let &Saved { x, weight, eps } = saved;
+fn backward_rows_body<I: Isa>(
+    operands: &RmsNorm<'_>,
+    grad: &[f32],
+    onto: bool,
+    x_grad: &mut [f32],
+    weight_grad: &mut [f32],
+) {
+    let &RmsNorm { x, weight, eps } = operands;
     let width = weight.len();
     for ((x, grad), x_grad) in
         x.chunks_exact(width).zip(grad.chunks_exact(width)).zip(x_grad.chunks_exact_mut(width))
@@ -220,7 +183,8 @@ fn backward_rows_body<I: Isa>(saved: &Saved<'_>, grad: &[f32], x_grad: &mut [f32
         for (((&x, &grad), &weight), (x_grad, weight_grad)) in
             operands.zip(x_grad.iter_mut().zip(&mut *weight_grad))
         {
-            *x_grad = scale * (weight * grad - x * pull);
+            let slope = scale * (weight * grad - x * pull);
+            *x_grad = if onto { *x_grad + slope } else { slope };
             *weight_grad += x * scale * grad;
         }
     }
@@ -290,42 +254,56 @@ mod tests {
         assert_eq!((added, out), (sums, expected));
     }
 
-    #[test]
-    fn the_op_has_the_bits_of_the_function() {
-        let (x, weight) = (wave(6 * 37, 0.0), wave(37, 5.0));
-        let mut y = vec![0.0; x.len()];
-        rms_norm(&x, &weight, 1e-6, &mut y);
-        let x = Tensor::from_vec(x, (37, 6), &Device::Cpu).unwrap();
-        let weight = Tensor::from_vec(weight, 37, &Device::Cpu).unwrap();
-        assert!(rms_norm_op(&x, &weight, 1e-6).is_err());
-        let op = rms_norm_op(&x.reshape((2, 3, 37)).unwrap(), &weight, 1e-6).unwrap();
-        assert_eq!(op.dims(), [2, 3, 37]);
-        assert_eq!(bits(&op.flatten_all().unwrap().to_vec1().unwrap()), bits(&y));
-    }
-
     /// The same formula in candle's own operations, whose gradient is candle's; more rows than one block.
     #[test]
     fn the_gradients_are_those_of_candle() {
         for (n_rows, width) in [(1, 1), (5, 67), (BLOCK_ROWS * 2 + 3, 16)] {
-            let x = Var::from_vec(wave(n_rows * width, 0.0), (n_rows, width), &Device::Cpu).unwrap();
-            let weight = Var::from_vec(wave(width, 3.0), width, &Device::Cpu).unwrap();
-            let mean = x.sqr().unwrap().mean_keepdim(1).unwrap();
-            let rms = (mean + 1e-5).unwrap().sqrt().unwrap();
-            let naive = x.broadcast_div(&rms).unwrap().broadcast_mul(&weight).unwrap();
-            let ours = rms_norm_op(&x, &weight, 1e-5).unwrap();
-            let pull = Tensor::from_vec(wave(n_rows * width, 7.0), (n_rows, width), &Device::Cpu).unwrap();
-            let grads = |y: Tensor| {
-                let grads = (y * &pull).unwrap().sum_all().unwrap().backward().unwrap();
-                let of = |var: &Var| -> Vec<f32> {
-                    grads.get(var).unwrap().flatten_all().unwrap().to_vec1().unwrap()
-                };
-                [of(&x), of(&weight)].concat()
+            let (x, weight, pull) = (wave(n_rows * width, 0.0), wave(width, 3.0), wave(n_rows * width, 7.0));
+            let tensor = |values: &[f32]| {
+                Var::from_slice(values, (values.len() / width, width), &Device::Cpu).unwrap()
             };
-            let (ours, naive) = (grads(ours), grads(naive));
-            assert_eq!(ours.len(), naive.len());
-            for (ours, naive) in ours.into_iter().zip(naive) {
-                assert!((ours - naive).abs() < 2e-5 * (1.0 + naive.abs()), "{ours} {naive}");
+            let (x_var, weight_var) = (tensor(&x), tensor(&weight));
+            let mean = x_var.sqr().unwrap().mean_keepdim(1).unwrap();
+            let rms = (mean + 1e-5).unwrap().sqrt().unwrap();
+            let y = x_var.broadcast_div(&rms).unwrap().broadcast_mul(&weight_var).unwrap();
+            let store = (y * tensor(&pull).as_tensor()).unwrap().sum_all().unwrap().backward().unwrap();
+            let candles = [x_var, weight_var].map(|var| -> Vec<f32> {
+                store.get(&var).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+            });
+            for onto in [false, true] {
+                let (mut x_grad, mut weight_grad) =
+                    (vec![if onto { 1.0 } else { f32::NAN }; x.len()], vec![2.0; width]);
+                RmsNorm { x: &x, weight: &weight, eps: 1e-5 }.backward(
+                    &pull,
+                    onto,
+                    &mut x_grad,
+                    &mut weight_grad,
+                );
+                let before = [f32::from(u8::from(onto)), 2.0];
+                for ((ours, candles), before) in [x_grad, weight_grad].iter().zip(&candles).zip(before) {
+                    for (ours, candles) in ours.iter().zip(candles) {
+                        let expected = before + candles;
+                        assert!((ours - expected).abs() < 2e-5 * (1.0 + candles.abs()), "{ours} {expected}");
+                    }
+                }
             }
         }
+    }
+
+    #[test]
+    fn gradients_do_not_depend_on_threads() {
+        let (n_rows, width) = (500, 300);
+        let (x, weight, pull) = (wave(n_rows * width, 0.0), wave(width, 3.0), wave(n_rows * width, 7.0));
+        let run = || {
+            let (mut x_grad, mut weight_grad) = (vec![0.0; x.len()], vec![0.0; width]);
+            RmsNorm { x: &x, weight: &weight, eps: 1e-5 }.backward(
+                &pull,
+                false,
+                &mut x_grad,
+                &mut weight_grad,
+            );
+            (bits(&x_grad), bits(&weight_grad))
+        };
+        assert_eq!(crate::testing::in_pool(1, run), crate::testing::in_pool(2, run));
     }
 }

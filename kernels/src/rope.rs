@@ -1,10 +1,5 @@
 //! Rotary position embedding (arXiv 2104.09864) in the halves layout of Llama and Qwen3 (`rotate_half`).
 
-use std::sync::Arc;
-
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
-
-use crate::candle_io::{f32_slice, with_f32};
 use crate::isa::{Isa, multiversion};
 use crate::parallel;
 use crate::rms_norm::{inverse_rms, row_work};
@@ -58,6 +53,15 @@ impl RopeTable {
 /// If `x` is not `[T, H, head_dim]`, or a position is past the table's end.
 pub fn rope(x: &mut [f32], positions: &[u32], table: &RopeTable) {
     rotate(x, positions, table, 1.0);
+}
+
+/// Turns the gradient `grad` of [`rope`]'s result into that of its operand, in place: a rotation's transpose is the
+/// rotation back.
+///
+/// # Panics
+/// As [`rope`].
+pub fn rope_backward(grad: &mut [f32], positions: &[u32], table: &RopeTable) {
+    rotate(grad, positions, table, -1.0);
 }
 
 /// [`rope`] with every sine times `direction`: 1 changes no bit, -1 turns back.
@@ -138,49 +142,8 @@ fn rotate_rows_body<I: Isa>(x: &mut [f32], positions: &[u32], table: &RopeTable,
     }
 }
 
-/// [`rope`] of `x` `[T, H, head_dim]`, differentiable.
-///
-/// # Errors
-/// If `x` is not f32 on the CPU, or not `[T, H, head_dim]` for these positions and this table.
-///
-/// # Panics
-/// If a position is past the table's end.
-pub fn rope_op(x: &Tensor, positions: Arc<[u32]>, table: Arc<RopeTable>) -> Result<Tensor> {
-    let (n_tokens, _, head_dim) = x.dims3()?;
-    if (n_tokens, head_dim) != (positions.len(), 2 * table.half) {
-        let want = (positions.len(), 2 * table.half);
-        candle_core::bail!("rope of {:?}, not [T, H, head_dim] for (T, head_dim) = {want:?}", x.shape());
-    }
-    x.contiguous()?.apply_op1(Rope { positions, table })
-}
-
-struct Rope {
-    positions: Arc<[u32]>,
-    table: Arc<RopeTable>,
-}
-
-impl CustomOp1 for Rope {
-    fn name(&self) -> &'static str {
-        "rope"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let mut y = f32_slice(x, layout)?.to_vec();
-        rope(&mut y, &self.positions, &self.table);
-        Ok((CpuStorage::F32(y), layout.shape().clone()))
-    }
-
-    /// A rotation's transpose is the rotation back.
-    fn bwd(&self, x: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let mut grad = with_f32(grad, |grad| Ok(grad.to_vec()))?;
-        rotate(&mut grad, &self.positions, &self.table, -1.0);
-        Tensor::from_vec(grad, x.shape(), x.device()).map(Some)
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use candle_core::{Device, Var};
     use proptest::prelude::{prop_assert, prop_assert_eq, proptest};
 
     use super::*;
@@ -269,20 +232,12 @@ mod tests {
     }
 
     #[test]
-    fn the_op_has_the_bits_of_the_function_and_its_gradient_turns_back() {
-        let table = Arc::new(RopeTable::new(1e4, 6, 50));
-        let positions: Arc<[u32]> = Arc::from([3, 49]);
-        let x = Var::from_vec(wave(24), (2, 2, 6), &Device::Cpu).unwrap();
-        let y = rope_op(&x, positions.clone(), table.clone()).unwrap();
-        let mut want = wave(24);
-        rope(&mut want, &positions, &table);
-        assert_eq!(y.flatten_all().unwrap().to_vec1::<f32>().unwrap(), want);
-
+    fn the_gradient_turns_back() {
+        let table = RopeTable::new(1e4, 6, 50);
+        let mut y = wave(24);
+        rope(&mut y, &[3, 49], &table);
         // The gradient of sum(y^2) / 2 is x itself, because a rotation keeps lengths.
-        let loss = (y.sqr().unwrap().sum_all().unwrap() * 0.5).unwrap();
-        let grads = loss.backward().unwrap();
-        let grad: Vec<f32> = grads.get(&x).unwrap().flatten_all().unwrap().to_vec1().unwrap();
-        assert!(grad.iter().zip(wave(24)).all(|(grad, x)| (grad - x).abs() < 1e-5));
-        assert!(rope_op(&x, Arc::from([3]), table).is_err());
+        rope_backward(&mut y, &[3, 49], &table);
+        assert!(y.iter().zip(wave(24)).all(|(grad, x)| (grad - x).abs() < 1e-5));
     }
 }

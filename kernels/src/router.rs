@@ -5,11 +5,6 @@
 //! whatever was chosen by the scores of this pass, which is how the router keeps learning
 //! (R3, arXiv 2510.11370, section 3.2).
 
-use std::sync::Arc;
-
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
-
-use crate::candle_io::{f32_slice, with_f32};
 use crate::exp::exp;
 use crate::isa::{Isa, multiversion};
 use crate::parallel;
@@ -226,78 +221,80 @@ fn gate_rows_body<I: Isa>(scores: &[f32], ids: &[u16], config: RouterConfig, out
     }
 }
 
-/// [`gates`] of `scores` `[T, E]` as a differentiable `[T, K]`.
-///
-/// # Errors
-/// If `scores` is not f32 on the CPU.
-///
-/// # Panics
-/// As [`gates`].
-pub fn gates_op(scores: &Tensor, config: RouterConfig, choice: Arc<Choice>) -> Result<Tensor> {
-    scores.contiguous()?.apply_op1(Gates { config, choice })
+/// What [`gates`] was computed of, and what it gave.
+#[derive(Clone, Copy, Debug)]
+pub struct Gated<'a> {
+    /// `[T, E]`.
+    pub scores: &'a [f32],
+    /// As in the forward.
+    pub config: RouterConfig,
+    /// The experts.
+    pub choice: &'a Choice,
+    /// `[T, K]`.
+    pub gates: &'a [f32],
 }
 
-struct Gates {
-    config: RouterConfig,
-    choice: Arc<Choice>,
+impl Gated<'_> {
+    /// Gradient with respect to `scores`: `grad` `[T, K]` in, `[T, E]` added to `out`.
+    ///
+    /// # Panics
+    /// If the shapes do not fit.
+    pub fn add_scores_gradient(&self, grad: &[f32], out: &mut [f32]) {
+        let RouterConfig { n_experts, top_k, .. } = self.config;
+        self.choice.assert_made_for(self.scores, self.config);
+        assert_eq!((grad.len(), out.len()), (self.gates.len(), self.scores.len()), "gradients fit");
+        parallel::for_rows(out, n_experts, EXP_WORK * n_experts, |first, out| {
+            let rows = Span { first, n: out.len() / n_experts };
+            backward_rows(self, rows, &grad[first * top_k..], out);
+        });
+    }
 }
 
-impl CustomOp1 for Gates {
-    fn name(&self) -> &'static str {
-        "router-gates"
-    }
-
-    fn cpu_fwd(&self, scores: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let mut out = vec![0.0; self.choice.ids.len()];
-        gates(f32_slice(scores, layout)?, self.config, &self.choice, &mut out);
-        Ok((CpuStorage::F32(out), Shape::from((self.choice.n_tokens(), self.choice.top_k))))
-    }
-
-    fn bwd(&self, scores: &Tensor, gates: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let mut out = vec![0.0; scores.elem_count()];
-        with_f32(scores, |scores| {
-            with_f32(gates, |gates| {
-                with_f32(grad, |grad| {
-                    backward_rows(scores, gates, grad, self, &mut out);
-                    Ok(())
-                })
-            })
-        })?;
-        Tensor::from_vec(out, scores.shape(), scores.device()).map(Some)
-    }
+/// Consecutive tokens.
+#[derive(Clone, Copy)]
+struct Span {
+    first: usize,
+    n: usize,
 }
 
 multiversion! {
-    fn backward_rows(scores: &[f32], gates: &[f32], grad: &[f32], op: &Gates, out: &mut [f32]) = backward_rows_body;
+    fn backward_rows(gated: &Gated<'_>, rows: Span, grad: &[f32], out: &mut [f32]) = backward_rows_body;
 }
 
 /// Softmax Jacobian: `d/ds_j` is `p_j (grad_j - sum_i grad_i p_i)`, the sum over the chosen `i`.
 ///
 /// Over all `E`, every score gets a gradient; over the chosen alone (`norm_topk_prob`), only the chosen do.
 #[inline(always)]
-fn backward_rows_body<I: Isa>(scores: &[f32], gates: &[f32], grad: &[f32], op: &Gates, out: &mut [f32]) {
-    let RouterConfig { n_experts, top_k, norm_topk_prob } = op.config;
-    let rows = scores.chunks_exact(n_experts).zip(out.chunks_exact_mut(n_experts));
-    let chosen =
-        gates.chunks_exact(top_k).zip(grad.chunks_exact(top_k)).zip(op.choice.ids.chunks_exact(top_k));
-    for ((scores, out), ((gates, grad), ids)) in rows.zip(chosen) {
+fn backward_rows_body<I: Isa>(gated: &Gated<'_>, rows: Span, grad: &[f32], out: &mut [f32]) {
+    let RouterConfig { n_experts, top_k, norm_topk_prob } = gated.config;
+    let scores = gated.scores[rows.first * n_experts..].chunks_exact(n_experts);
+    let gates = gated.gates[rows.first * top_k..].chunks_exact(top_k);
+    let ids = gated.choice.ids[rows.first * top_k..].chunks_exact(top_k);
+    let chosen = gates.zip(ids).zip(grad.chunks_exact(top_k));
+    for ((scores, out), ((gates, ids), grad)) in
+        scores.zip(out.chunks_exact_mut(n_experts)).zip(chosen).take(rows.n)
+    {
         let mean: f32 = gates.iter().zip(grad).map(|(gate, grad)| gate * grad).sum();
-        if !norm_topk_prob {
-            let highest = max(scores);
-            let scale = -mean / exp_sum::<I>(scores, highest, 1.0);
-            for (out, &score) in out.iter_mut().zip(scores) {
-                *out = scale * exp::<I>(score - highest);
+        if norm_topk_prob {
+            for ((gate, grad), &id) in gates.iter().zip(grad).zip(ids) {
+                out[usize::from(id)] += gate * (grad - mean);
             }
+            continue;
+        }
+        let highest = max(scores);
+        let scale = -mean / exp_sum::<I>(scores, highest, 1.0);
+        for (out, &score) in out.iter_mut().zip(scores) {
+            *out += scale * exp::<I>(score - highest);
         }
         for ((gate, grad), &id) in gates.iter().zip(grad).zip(ids) {
-            out[usize::from(id)] = gate * (grad - mean);
+            out[usize::from(id)] += gate * grad;
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use candle_core::{D, Device, Var};
+    use candle_core::{Device, Tensor, Var};
     use proptest::prelude::{Just, Strategy, any, prop_assert, prop_assert_eq, prop_oneof, proptest};
 
     use super::*;
@@ -425,17 +422,22 @@ mod tests {
         assert_eq!(native.layer(1), [1, 3, 0, 1]);
     }
 
+    /// The gradient of the scores for `grad` of the gates.
+    fn gradient(scores: &[f32], config: RouterConfig, choice: &Choice, grad: &[f32]) -> Vec<f32> {
+        let gates = gates_of(scores, config, choice);
+        let mut out = vec![0.0; scores.len()];
+        Gated { scores, config, choice, gates: &gates }.add_scores_gradient(grad, &mut out);
+        out
+    }
+
     #[test]
     fn replayed_experts_outside_the_top_k_have_weight_and_gradient() {
+        let scores = [0.0, 1.0, 2.0, 3.0];
         for norm_topk_prob in [false, true] {
             let config = RouterConfig { norm_topk_prob, ..QWEN };
-            let scores = Var::from_slice(&[0.0_f32, 1.0, 2.0, 3.0], (1, 4), &Device::Cpu).unwrap();
-            let choice = replay(&[0.0, 1.0, 2.0, 3.0], config, &[0, 1]);
-            let gates = gates_op(&scores, config, Arc::new(choice)).unwrap();
-            assert!(gates.min_all().unwrap().to_scalar::<f32>().unwrap() > 0.0);
-            let loss = gates.narrow(D::Minus1, 0, 1).unwrap().sum_all().unwrap();
-            let grads = loss.backward().unwrap();
-            let grad: Vec<f32> = grads.get(&scores).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+            let choice = replay(&scores, config, &[0, 1]);
+            assert!(gates_of(&scores, config, &choice).iter().all(|&gate| gate > 0.0));
+            let grad = gradient(&scores, config, &choice, &[1.0, 0.0]);
             assert!(grad[0] > 0.0 && grad[1] < 0.0);
             assert_eq!(grad[2..].iter().all(|&g| g != 0.0), !norm_topk_prob);
         }
@@ -461,9 +463,7 @@ mod tests {
             assert_eq!(choice.ids(), [2, 1]);
             let choice = replay(&scores, config, &[2, 0]);
             let gates = gates_of(&scores, config, &choice);
-            let mut grad = [0.0; 3];
-            let op = Gates { config, choice: Arc::new(choice) };
-            backward_rows(&scores, &gates, &[1.0, 0.0], &op, &mut grad);
+            let grad = gradient(&scores, config, &choice, &[1.0, 0.0]);
             let near = |got: &[f32], want: &[f32]| got.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-7);
             assert!(near(&gates, &want_gates), "{gates:?}");
             assert!(near(&grad, &want_grad), "{grad:?}");
@@ -478,8 +478,6 @@ mod tests {
             let values: Vec<f32> = (0..35).map(|i| (i as f32 * 2.1).sin() * 2.0).collect();
             let ids: Vec<u16> = (0..15).map(|i| (i * 5 % 7) as u16).collect();
             let scores = Var::from_slice(&values, (5, 7), &Device::Cpu).unwrap();
-            let ours = gates_op(&scores, config, Arc::new(replay(&values, config, &ids))).unwrap();
-
             let exps = scores.exp().unwrap();
             let index: Vec<u32> = ids.iter().map(|&id| id.into()).collect();
             let index = Tensor::from_vec(index, (5, 3), &Device::Cpu).unwrap();
@@ -488,12 +486,11 @@ mod tests {
             let naive = picked.broadcast_div(&total).unwrap();
 
             let weights: Vec<f32> = (0..15).map(|i| i as f32 - 6.0).collect();
+            let ours = gradient(&values, config, &replay(&values, config, &ids), &weights);
             let weights = Tensor::from_vec(weights, (5, 3), &Device::Cpu).unwrap();
-            let grad = |gates: Tensor| -> Vec<f32> {
-                let grads = (gates * &weights).unwrap().sum_all().unwrap().backward().unwrap();
-                grads.get(&scores).unwrap().flatten_all().unwrap().to_vec1().unwrap()
-            };
-            for (ours, naive) in grad(ours).into_iter().zip(grad(naive)) {
+            let grads = (naive * &weights).unwrap().sum_all().unwrap().backward().unwrap();
+            let naive: Vec<f32> = grads.get(&scores).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+            for (ours, naive) in ours.into_iter().zip(naive) {
                 assert!((ours - naive).abs() < 2e-6, "{ours} {naive}");
             }
         }

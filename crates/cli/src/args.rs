@@ -6,6 +6,7 @@ use std::thread;
 
 use clap::{ArgAction, Args, ValueEnum, value_parser};
 use r3_kernels::gemm::Dtype;
+use r3_recipe::rollout::Dtype as RecipeDtype;
 
 use crate::error::CliError;
 
@@ -43,6 +44,15 @@ pub(crate) enum DtypeArg {
 }
 
 impl From<DtypeArg> for Dtype {
+    fn from(dtype: DtypeArg) -> Self {
+        match dtype {
+            DtypeArg::F32 => Self::F32,
+            DtypeArg::Bf16 => Self::Bf16,
+        }
+    }
+}
+
+impl From<DtypeArg> for RecipeDtype {
     fn from(dtype: DtypeArg) -> Self {
         match dtype {
             DtypeArg::F32 => Self::F32,

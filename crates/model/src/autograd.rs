@@ -1,44 +1,29 @@
-//! The trainer's executor: candle tensors, whose autograd calls our kernels' backward passes.
+//! The trainer's side of the model: the policy, its logprobs and their gradients.
 
 use std::sync::Arc;
 
+use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor, Var};
 use r3_core::ids::TokenId;
-use r3_kernels::attention::attention_op;
-use r3_kernels::experts::experts_op;
-use r3_kernels::gemm::{Dtype, PackedMatrix, linear};
-use r3_kernels::lm_head::head_op;
-use r3_kernels::rms_norm::rms_norm_op;
-use r3_kernels::rope::{RopeTable, rope_op};
-use r3_kernels::router::{Choice, Routing, choose, gates_op};
-use r3_kernels::swiglu::silu_mul_op;
+use r3_kernels::gemm::Dtype;
+use r3_kernels::lm_head::gradient::HeadGradient;
+use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
+use r3_kernels::router::Routing;
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::executor::{BuildWeights, Constants, Executor, Named, Weights, check_vocabulary};
+use crate::executor::Weights;
 use crate::forward::{forward, logits};
 use crate::source::TensorSource;
 
-/// A projection as f32 variables.
-#[derive(Debug)]
-pub struct Projection {
-    weight: Tensor,
-    bias: Option<Tensor>,
-}
+mod backward;
+mod params;
+pub mod tape;
+mod values;
 
-/// One layer's experts as f32 variables.
-#[derive(Debug)]
-pub struct ExpertTensors {
-    gate_up: Tensor,
-    down: Tensor,
-}
-
-/// One layer's choice with its differentiable gates `[T, K]`, made by the router.
-#[derive(Debug)]
-pub struct RoutedTensors {
-    choice: Arc<Choice>,
-    gates: Tensor,
-}
+use backward::Backward;
+use params::ParamId;
+use tape::{NodeId, Tape};
 
 /// Sequences packed one after the other, each starting at position 0.
 #[derive(Debug)]
@@ -56,140 +41,50 @@ impl PackedSequences {
     }
 }
 
-/// Runs the model on candle tensors. Everything is f32.
-#[derive(Debug)]
-pub struct Autograd {
-    rope: Arc<RopeTable>,
-    head_dim: usize,
-    constants: Constants,
-    vars: Vec<(String, Var)>,
-    router_scores: Vec<Tensor>,
-}
-
-impl Autograd {
-    fn new(config: &ModelConfig) -> Self {
-        Self {
-            rope: Arc::new(RopeTable::new(config.rope_theta, config.head_dim, config.max_positions)),
-            head_dim: config.head_dim,
-            constants: Constants { eps: config.rms_norm_eps, router: config.router() },
-            vars: Vec::new(),
-            router_scores: Vec::new(),
-        }
-    }
-
-    fn var(&mut self, tensor: Named<'_>) -> Result<Tensor, ModelError> {
-        let var = Var::from_slice(tensor.values, tensor.shape, &Device::Cpu)?;
-        let handle = var.as_tensor().clone();
-        self.vars.push((tensor.name.to_owned(), var));
-        Ok(handle)
-    }
-}
-
-impl Executor for Autograd {
-    type Act = Tensor;
-    type Matrix = Projection;
-    type Vector = Tensor;
-    type Experts = ExpertTensors;
-    type Routed = RoutedTensors;
-    type Attend<'a> = PackedSequences;
-
-    fn embed(&mut self, table: &Projection, tokens: &[TokenId]) -> Result<Tensor, ModelError> {
-        check_vocabulary(tokens, table.weight.dim(0)?)?;
-        let ids: Vec<u32> = tokens.iter().map(|token| token.0).collect();
-        Ok(table.weight.index_select(&Tensor::from_vec(ids, tokens.len(), &Device::Cpu)?, 0)?)
-    }
-
-    fn rms_norm(&mut self, x: &Tensor, weight: &Tensor) -> Result<Tensor, ModelError> {
-        Ok(rms_norm_op(x, weight, self.constants.eps)?)
-    }
-
-    fn linear(&mut self, x: &Tensor, projection: &Projection) -> Result<Tensor, ModelError> {
-        let y = linear(x, &projection.weight)?;
-        Ok(match &projection.bias {
-            Some(bias) => y.broadcast_add(bias)?,
-            None => y,
-        })
-    }
-
-    fn norm_rope(
-        &mut self,
-        x: Tensor,
-        weight: &Tensor,
-        attend: &PackedSequences,
-    ) -> Result<Tensor, ModelError> {
-        let (tokens, width) = x.dims2()?;
-        let heads = x.reshape((tokens, width / self.head_dim, self.head_dim))?;
-        let normed = rms_norm_op(&heads, weight, self.constants.eps)?;
-        Ok(rope_op(&normed, attend.positions.clone(), self.rope.clone())?)
-    }
-
-    fn attend(
-        &mut self,
-        _layer: usize,
-        qkv: [Tensor; 3],
-        attend: &mut PackedSequences,
-    ) -> Result<Tensor, ModelError> {
-        let [q, k, v] = qkv;
-        let (tokens, width) = v.dims2()?;
-        let v = v.reshape((tokens, width / self.head_dim, self.head_dim))?;
-        Ok(attention_op(&q, &k, &v, attend.lengths.clone())?.flatten_from(1)?)
-    }
-
-    fn route(
-        &mut self,
-        scores: Tensor,
-        layer: usize,
-        routing: &mut Routing<'_>,
-    ) -> Result<RoutedTensors, ModelError> {
-        let mut choice = Choice::empty();
-        let values = scores.flatten_all()?.to_vec1::<f32>()?;
-        choose(&values, self.constants.router, layer, routing, &mut choice);
-        let choice = Arc::new(choice);
-        let gates = gates_op(&scores, self.constants.router, choice.clone())?;
-        self.router_scores.push(scores);
-        Ok(RoutedTensors { choice, gates })
-    }
-
-    fn experts(
-        &mut self,
-        x: &Tensor,
-        routed: RoutedTensors,
-        experts: &ExpertTensors,
-    ) -> Result<Tensor, ModelError> {
-        Ok(experts_op(x, &routed.gates, (&experts.gate_up, &experts.down), routed.choice)?)
-    }
-
-    fn silu_mul(&mut self, gate_up: Tensor) -> Result<Tensor, ModelError> {
-        Ok(silu_mul_op(&gate_up)?)
-    }
-
-    fn add(&mut self, x: Tensor, y: Tensor) -> Result<Tensor, ModelError> {
-        Ok((x + y)?)
-    }
-
-    fn release(&mut self, _act: Tensor) {}
-}
-
-impl BuildWeights for Autograd {
-    fn matrix(&mut self, weight: Named<'_>, bias: Option<Named<'_>>) -> Result<Projection, ModelError> {
-        let weight = self.var(weight)?;
-        let bias = bias.map(|bias| self.var(bias)).transpose()?;
-        Ok(Projection { weight, bias })
-    }
-
-    fn vector(&mut self, weight: Named<'_>) -> Result<Tensor, ModelError> {
-        self.var(weight)
-    }
-
-    fn expert_weights(&mut self, gate_up: Named<'_>, down: Named<'_>) -> Result<ExpertTensors, ModelError> {
-        Ok(ExpertTensors { gate_up: self.var(gate_up)?, down: self.var(down)? })
-    }
-}
-
-/// The policy being trained: f32 variables and the forward that differentiates through them.
+/// The policy being trained: f32 variables, and a forward whose gradients run back to them.
+///
+/// Weights, logprobs and what losses make of them are candle tensors; between weights and logprobs lies a tape of our own
+/// ([why](../../../docs/decisions/0020-a-tape-of-our-own.md)).
 pub struct Policy {
-    exec: Autograd,
-    weights: Weights<Autograd>,
+    tape: Tape,
+    weights: Weights<Tape>,
+    last: Option<LastPass>,
+    n_passes: u64,
+}
+
+/// What a gradient of the newest forward starts from.
+struct LastPass {
+    number: u64,
+    /// Version of the weights it ran with.
+    version: u64,
+    attend: PackedSequences,
+    targets: Vec<u32>,
+    temperature: f32,
+    scores: HeadScores,
+}
+
+/// What the head found, `[T]` each.
+struct HeadScores {
+    logprobs: Vec<f32>,
+    entropies: Vec<f32>,
+    target_logits: Vec<f32>,
+}
+
+/// How a policy computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Precision {
+    /// What products round their operands to, as an engine of this dtype does. Weights, their gradients and all sums are
+    /// f32.
+    pub dtype: Dtype,
+    /// Whether layers keep their input alone, and run again, on the same experts, when gradients need the rest: less
+    /// memory for a third more work, and the same bits.
+    pub recompute: bool,
+}
+
+impl Default for Precision {
+    fn default() -> Self {
+        Self { dtype: Dtype::F32, recompute: false }
+    }
 }
 
 /// Sequences packed for the trainer, without padding.
@@ -212,17 +107,26 @@ pub struct PolicyOutput {
     pub entropy: Tensor,
     /// Per MoE layer `[T, E]` router logits, differentiable.
     pub router_scores: Vec<Tensor>,
+    /// Which forward it is of.
+    number: u64,
 }
 
 impl Policy {
-    /// Reads every tensor of `source` as f32.
+    /// Reads every tensor of `source` as f32, to compute with the default precision.
     ///
     /// # Errors
     /// If a tensor cannot be read or is not finite.
     pub fn load(source: &dyn TensorSource, config: &ModelConfig) -> Result<Self, ModelError> {
-        let mut exec = Autograd::new(config);
-        let weights = Weights::load(&mut exec, config, source)?;
-        Ok(Self { exec, weights })
+        let mut tape = Tape::new(config);
+        let weights = Weights::load(&mut tape, config, source)?;
+        Ok(Self { tape, weights, last: None, n_passes: 0 })
+    }
+
+    /// The same policy, computing with `precision` from now on.
+    #[must_use]
+    pub fn with_precision(mut self, precision: Precision) -> Self {
+        self.tape.set_precision(&self.weights.config, precision);
+        self
     }
 
     /// The model's shape.
@@ -231,10 +135,22 @@ impl Policy {
         &self.weights.config
     }
 
-    /// Every trained tensor by canonical name, in canonical order.
+    /// Every trained tensor by canonical name, in canonical order. Whoever changes them goes through [`Self::change`].
     #[must_use]
     pub fn vars(&self) -> &[(String, Var)] {
-        &self.exec.vars
+        self.tape.params.vars()
+    }
+
+    /// Changes the weights.
+    pub fn change<R>(&mut self, body: impl FnOnce(&[(String, Var)]) -> R) -> R {
+        self.tape.params.changed();
+        body(self.tape.params.vars())
+    }
+
+    /// Zero gradients, one for each of [`Self::vars`].
+    #[must_use]
+    pub fn zero_gradients(&self) -> Vec<Vec<f32>> {
+        self.vars().iter().map(|(_, var)| vec![0.0; var.elem_count()]).collect()
     }
 
     /// Logits `[T, V]` of packed sequences. What is trained on are [`Self::logprobs`], which never hold so many.
@@ -242,18 +158,30 @@ impl Policy {
     /// # Errors
     /// If a token is outside the vocabulary, a sequence is too long, or candle fails.
     pub fn logits(&mut self, batch: &Packed<'_>, routing: &mut Routing<'_>) -> Result<Tensor, ModelError> {
-        let hidden = self.hidden(batch, routing)?;
-        logits(&mut self.exec, &self.weights, &hidden)
+        let hidden = self.hidden(batch, routing, &mut PackedSequences::new(batch.lengths))?;
+        let logits = logits(&mut self.tape, &self.weights, &hidden)?;
+        let values = self.tape.values(logits).to_vec();
+        Ok(Tensor::from_vec(values, (batch.tokens.len(), self.weights.config.vocab_size), &Device::Cpu)?)
     }
 
-    fn hidden(&mut self, batch: &Packed<'_>, routing: &mut Routing<'_>) -> Result<Tensor, ModelError> {
+    fn hidden(
+        &mut self,
+        batch: &Packed<'_>,
+        routing: &mut Routing<'_>,
+        attend: &mut PackedSequences,
+    ) -> Result<NodeId, ModelError> {
         let max_positions = self.weights.config.max_positions;
         if let Some(&tokens) = batch.lengths.iter().find(|length| **length > max_positions) {
             return Err(ModelError::TooLong { tokens, max_positions });
         }
-        self.exec.router_scores.clear();
-        let mut attend = PackedSequences::new(batch.lengths);
-        forward(&mut self.exec, &self.weights, batch.tokens, &mut attend, routing)
+        (self.last, self.n_passes) = (None, self.n_passes + 1);
+        self.tape.clear();
+        forward(&mut self.tape, &self.weights, batch.tokens, attend, routing)
+    }
+
+    /// The head's weight: the embedding table if it is tied.
+    fn head(&self) -> ParamId {
+        self.weights.head.unwrap_or(self.weights.embed).weight
     }
 
     /// Log-probabilities of the targets under the policy at `temperature`, and entropies.
@@ -266,21 +194,103 @@ impl Policy {
         routing: &mut Routing<'_>,
         temperature: f32,
     ) -> Result<PolicyOutput, ModelError> {
-        let hidden = self.hidden(batch, routing)?;
-        let targets: Arc<[u32]> = batch.targets.iter().map(|token| token.0).collect();
-        let head = &self.weights.head.as_ref().unwrap_or(&self.weights.embed).weight;
-        let (vocab, width) = head.dims2()?;
-        let values = head.flatten_all()?.to_vec1::<f32>()?;
-        let packed = Arc::new(PackedMatrix::pack(&values, vocab, width, Dtype::F32));
-        let (logprobs, entropy) = head_op(&hidden, head, packed, targets, temperature)?;
-        let router_scores = std::mem::take(&mut self.exec.router_scores);
-        Ok(PolicyOutput { logprobs, entropy, router_scores })
+        let mut attend = PackedSequences::new(batch.lengths);
+        let (hidden, head) = (self.hidden(batch, routing, &mut attend)?, self.head());
+        let targets: Vec<u32> = batch.targets.iter().map(|token| token.0).collect();
+        let [mut logprobs, mut entropies, mut target_logits] = [(); 3].map(|()| vec![0.0; targets.len()]);
+        let Tape { params, nodes, .. } = &mut self.tape;
+        head_logprobs(
+            nodes[hidden.0].rows.values(),
+            params.matrix(head)?,
+            Targets { ids: &targets, temperature },
+            Scores { logprobs: &mut logprobs, entropies: &mut entropies, target_logits: &mut target_logits },
+        );
+        let leaf =
+            |values: &[f32], shape: &[usize]| Ok(Var::from_slice(values, shape, &Device::Cpu)?.into_inner());
+        let shape = [targets.len(), self.weights.config.n_experts];
+        let output = PolicyOutput {
+            logprobs: leaf(&logprobs, &shape[..1])?,
+            entropy: leaf(&entropies, &shape[..1])?,
+            router_scores: self
+                .tape
+                .router_scores
+                .iter()
+                .map(|scores| leaf(scores, &shape))
+                .collect::<Result<_, ModelError>>()?,
+            number: self.n_passes,
+        };
+        self.last = Some(LastPass {
+            number: self.n_passes,
+            version: self.tape.params.version(),
+            attend,
+            targets,
+            temperature,
+            scores: HeadScores { logprobs, entropies, target_logits },
+        });
+        Ok(output)
+    }
+
+    /// Adds the gradients of a loss to `gradients`, one for each of [`Self::vars`]: `of_output` holds those with respect
+    /// to what `output` holds, which is used up.
+    ///
+    /// # Errors
+    /// If candle fails.
+    ///
+    /// # Panics
+    /// If `output` is not that of the newest forward, or the weights have changed since.
+    pub fn backward(
+        &mut self,
+        output: &PolicyOutput,
+        of_output: &GradStore,
+        gradients: &mut [Vec<f32>],
+    ) -> Result<(), ModelError> {
+        let mut last =
+            self.last.take().filter(|last| last.number == output.number).expect("the newest forward");
+        assert_eq!(last.version, self.tape.params.version(), "weights have changed since the forward");
+        let values = |tensor: &Tensor| -> Result<Option<Vec<f32>>, ModelError> {
+            let grad = of_output.get(tensor).map(|grad| grad.flatten_all()?.to_vec1());
+            Ok(grad.transpose()?)
+        };
+        let of_logprobs = values(&output.logprobs)?.unwrap_or_else(|| vec![0.0; last.targets.len()]);
+        let of_entropies = values(&output.entropy)?.unwrap_or_else(|| vec![0.0; last.targets.len()]);
+        let score_grads = output.router_scores.iter().map(values);
+        let score_grads: Vec<Option<Vec<f32>>> = score_grads.collect::<Result<_, ModelError>>()?;
+        self.head_backward(&last, (&of_logprobs, &of_entropies), gradients)?;
+        let (weights, attend) = (&self.weights, &mut last.attend);
+        Backward { weights, attend, score_grads: &score_grads, gradients }.run(&mut self.tape, 0)
+    }
+
+    /// The gradients of the head, and of the hidden states on top of the tape.
+    fn head_backward(
+        &mut self,
+        last: &LastPass,
+        of_scores: (&[f32], &[f32]),
+        gradients: &mut [Vec<f32>],
+    ) -> Result<(), ModelError> {
+        let id = self.head();
+        let Tape { params, nodes, pool, .. } = &mut self.tape;
+        let top = nodes.last_mut().expect("a forward leaves its hidden states");
+        let mut hidden_grad = pool.take(top.rows.rows(), top.rows.width());
+        hidden_grad.values_mut().fill(0.0);
+        let (weight, packed) = params.both(id)?;
+        let gradient = HeadGradient {
+            hidden: top.rows.values(),
+            weight: &weight,
+            packed,
+            targets: Targets { ids: &last.targets, temperature: last.temperature },
+            logprobs: &last.scores.logprobs,
+            entropies: &last.scores.entropies,
+            target_logits: &last.scores.target_logits,
+        };
+        gradient.add(of_scores, (hidden_grad.values_mut(), &mut gradients[id.0]));
+        top.grad = Some(Arc::new(hidden_grad));
+        Ok(())
     }
 }
 
 impl TensorSource for Policy {
     fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
-        read_var(&self.exec.vars, name, out)
+        read_var(self.vars(), name, out)
     }
 }
 
@@ -295,7 +305,7 @@ impl Policy {
     /// A handle to the weights.
     #[must_use]
     pub fn shared_weights(&self) -> SharedWeights {
-        SharedWeights { vars: self.exec.vars.clone() }
+        SharedWeights { vars: self.vars().to_vec() }
     }
 }
 
@@ -313,77 +323,4 @@ fn read_var(vars: &[(String, Var)], name: &str, out: &mut Vec<f32>) -> Result<()
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::fixtures::{config_with, mixed_config};
-    use crate::init::FreshWeights;
-    use crate::source::canonical_tensors;
-
-    fn policy(config: &ModelConfig) -> Policy {
-        Policy::load(&FreshWeights::new(config, 3), config).unwrap()
-    }
-
-    fn tokens<const N: usize>(ids: [u32; N]) -> [TokenId; N] {
-        ids.map(TokenId)
-    }
-
-    #[test]
-    fn positions_start_anew_with_every_sequence() {
-        let packed = PackedSequences::new(&[3, 1, 2]);
-        assert_eq!(&*packed.positions, [0, 1, 2, 0, 0, 1]);
-        assert_eq!(&*packed.lengths, [3, 1, 2]);
-    }
-
-    #[test]
-    fn every_canonical_tensor_is_trained_in_canonical_order() {
-        let config = mixed_config();
-        let policy = policy(&config);
-        let vars: Vec<_> =
-            policy.vars().iter().map(|(name, var)| (name.clone(), var.dims().to_vec())).collect();
-        assert_eq!(vars, canonical_tensors(&config));
-    }
-
-    #[test]
-    fn packed_sequences_do_not_see_each_other() {
-        let config = mixed_config();
-        let mut policy = policy(&config);
-        let mut logprobs = |inputs: &[TokenId], targets: &[TokenId], lengths: &[usize]| {
-            let batch = Packed { tokens: inputs, targets, lengths };
-            let output = policy.logprobs(&batch, &mut Routing::Free, 0.7).unwrap();
-            assert_eq!(output.router_scores.len(), 1, "one MoE layer");
-            (output.logprobs.to_vec1::<f32>().unwrap(), output.entropy.to_vec1::<f32>().unwrap())
-        };
-        let together = logprobs(&tokens([1, 2, 3, 4, 5]), &tokens([2, 3, 9, 5, 6]), &[3, 2]);
-        let first = logprobs(&tokens([1, 2, 3]), &tokens([2, 3, 9]), &[3]);
-        let second = logprobs(&tokens([4, 5]), &tokens([5, 6]), &[2]);
-        assert_eq!(together, ([first.0, second.0].concat(), [first.1, second.1].concat()));
-    }
-
-    #[test]
-    fn a_handle_to_the_weights_sees_later_updates() {
-        let config = mixed_config();
-        let policy = policy(&config);
-        let shared = policy.shared_weights();
-        let (_, norm) = policy.vars().iter().find(|(name, _)| name == "model.norm.weight").unwrap();
-        norm.set(&Tensor::full(2.0f32, 8, &Device::Cpu).unwrap()).unwrap();
-        let mut values = Vec::new();
-        for source in [&policy as &dyn TensorSource, &shared] {
-            source.read("model.norm.weight", &mut values).unwrap();
-            assert_eq!(values, [2.0; 8]);
-            assert!(matches!(source.read("norm", &mut values), Err(ModelError::NoSuchTensor { .. })));
-        }
-    }
-
-    #[test]
-    fn tokens_and_lengths_beyond_the_model_are_refused() {
-        let mut policy = policy(&config_with(serde_json::json!({ "max_position_embeddings": 3 })));
-        let mut refusal = |tokens: &[TokenId], lengths: &[usize]| {
-            let batch = Packed { tokens, targets: tokens, lengths };
-            policy.logits(&batch, &mut Routing::Free).unwrap_err().to_string()
-        };
-        let vocabulary = "token 10 at position 1 is outside the vocabulary of 10";
-        assert_eq!(refusal(&tokens([9, 10]), &[2]), vocabulary);
-        let long = "a sequence of 4 tokens exceeds the model's 3 positions";
-        assert_eq!(refusal(&tokens([1; 5]), &[1, 4]), long);
-    }
-}
+mod tests;

@@ -15,31 +15,8 @@ use r3_kernels::swiglu::silu_mul;
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::executor::{BuildWeights, Constants, Executor, Layer, Mlp, Named, Weights, check_vocabulary};
+use crate::rows::{Pool, Rows};
 use crate::source::{TensorSource, stays_f32};
-
-/// Activations `[T, width]` in a buffer that goes back to its [`Buffers`] when released.
-#[derive(Debug)]
-pub struct Rows {
-    buffer: Vec<f32>,
-    len: usize,
-    width: usize,
-}
-
-impl Rows {
-    /// The values, row-major.
-    #[must_use]
-    pub fn values(&self) -> &[f32] {
-        &self.buffer[..self.len]
-    }
-
-    fn values_mut(&mut self) -> &mut [f32] {
-        &mut self.buffer[..self.len]
-    }
-
-    fn rows(&self) -> usize {
-        self.len / self.width
-    }
-}
 
 /// A packed projection and its bias.
 #[derive(Debug)]
@@ -72,7 +49,7 @@ pub struct Paged<'a> {
 /// Runs the model on plain buffers, which grow with the largest batch and are used again.
 #[derive(Debug)]
 pub struct Buffers {
-    free: Vec<Vec<f32>>,
+    pool: Pool,
     choice: Choice,
     gates: Vec<f32>,
     scratch: ExpertScratch,
@@ -88,7 +65,7 @@ impl Buffers {
     #[must_use]
     pub fn new(config: &ModelConfig, dtype: Dtype, numerics: Numerics) -> Self {
         Self {
-            free: Vec::new(),
+            pool: Pool::default(),
             choice: Choice::empty(),
             gates: Vec::new(),
             scratch: ExpertScratch::default(),
@@ -102,7 +79,7 @@ impl Buffers {
 
     /// Copies the rows `at` of `x` into an activation of their own.
     pub fn select_rows(&mut self, x: &Rows, at: impl ExactSizeIterator<Item = usize>) -> Rows {
-        let width = x.width;
+        let width = x.width();
         let mut out = self.take(at.len(), width);
         for (row, index) in out.values_mut().chunks_exact_mut(width).zip(at) {
             row.copy_from_slice(&x.values()[index * width..(index + 1) * width]);
@@ -127,16 +104,7 @@ impl Buffers {
     }
 
     fn take(&mut self, rows: usize, width: usize) -> Rows {
-        let len = rows * width;
-        // The smallest that is large enough, or else the largest grows: were any taken, all would in turn grow to
-        // the size of the logits.
-        let fit = |buffer: &Vec<f32>| (buffer.len() < len, buffer.len().abs_diff(len));
-        let best = (0..self.free.len()).min_by_key(|&at| fit(&self.free[at]));
-        let mut buffer = best.map(|at| self.free.swap_remove(at)).unwrap_or_default();
-        if buffer.len() < len {
-            buffer.resize(len, 0.0);
-        }
-        Rows { buffer, len, width }
+        self.pool.take(rows, width)
     }
 }
 
@@ -156,7 +124,7 @@ impl Executor for Buffers {
     }
 
     fn rms_norm(&mut self, x: &Rows, weight: &Vec<f32>) -> Result<Rows, ModelError> {
-        let mut out = self.take(x.rows(), x.width);
+        let mut out = self.take(x.rows(), x.width());
         rms_norm(x.values(), weight, self.constants.eps, out.values_mut());
         Ok(out)
     }
@@ -212,7 +180,7 @@ impl Executor for Buffers {
     }
 
     fn experts(&mut self, x: &Rows, routed: RoutedRows, experts: &Experts) -> Result<Rows, ModelError> {
-        let mut out = self.take(x.rows(), x.width);
+        let mut out = self.take(x.rows(), x.width());
         let view = Routed { choice: &routed.choice, gates: &routed.gates };
         run_experts(x.values(), view, experts, &mut self.scratch, out.values_mut());
         (self.choice, self.gates) = (routed.choice, routed.gates);
@@ -220,7 +188,7 @@ impl Executor for Buffers {
     }
 
     fn silu_mul(&mut self, gate_up: Rows) -> Result<Rows, ModelError> {
-        let inter = gate_up.width / 2;
+        let inter = gate_up.width() / 2;
         let mut out = self.take(gate_up.rows(), inter);
         silu_mul(gate_up.values(), inter, out.values_mut());
         self.release(gate_up);
@@ -236,14 +204,14 @@ impl Executor for Buffers {
     }
 
     fn add_rms_norm(&mut self, mut x: Rows, y: Rows, weight: &Vec<f32>) -> Result<[Rows; 2], ModelError> {
-        let mut out = self.take(x.rows(), x.width);
+        let mut out = self.take(x.rows(), x.width());
         add_rms_norm(x.values_mut(), y.values(), weight, self.constants.eps, out.values_mut());
         self.release(y);
         Ok([x, out])
     }
 
     fn release(&mut self, act: Rows) {
-        self.free.push(act.buffer);
+        self.pool.release(act);
     }
 }
 
@@ -408,19 +376,5 @@ mod tests {
         let error =
             Buffers::new(&config, Dtype::F32, Numerics::Exact).embed(&weights.embed, &tokens).unwrap_err();
         assert_eq!(error.to_string(), "token 10 at position 1 is outside the vocabulary of 10");
-    }
-
-    #[test]
-    fn small_activations_do_not_take_large_buffers() {
-        let mut exec = Buffers::new(&mixed_config(), Dtype::F32, Numerics::Exact);
-        for _ in 0..4 {
-            let (logits, small, other) = (exec.take(8, 1000), exec.take(8, 16), exec.take(8, 16));
-            exec.release(other);
-            exec.release(small);
-            exec.release(logits);
-        }
-        let mut held: Vec<usize> = exec.free.iter().map(Vec::len).collect();
-        held.sort_unstable();
-        assert_eq!(held, [128, 128, 8000]);
     }
 }

@@ -78,6 +78,10 @@ pub trait Executor {
         let h = self.rms_norm(&x, weight)?;
         Ok([x, h])
     }
+    /// Says that a layer ends with the residual stream and its norm, and that nothing else it made is needed again.
+    fn end_layer(&mut self, ends: [Self::Act; 2]) -> [Self::Act; 2] {
+        ends
+    }
     /// Says that `act` is no longer needed.
     fn release(&mut self, act: Self::Act);
 }

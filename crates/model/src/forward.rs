@@ -25,29 +25,46 @@ pub fn forward<E: Executor>(
     let mut h = exec.rms_norm(&x, &weights.layers[0].input_norm)?;
     let mut moe_layer = 0;
     for (index, layer) in weights.layers.iter().enumerate() {
-        let mixed = attention(exec, (index, layer), h, attend)?;
-        [x, h] = exec.add_rms_norm(x, mixed, &layer.post_norm)?;
-        let y = match &layer.mlp {
-            Mlp::Moe { router, experts } => {
-                let scores = exec.linear(&h, router)?;
-                let routed = exec.route(scores, moe_layer, routing)?;
-                moe_layer += 1;
-                exec.experts(&h, routed, experts)?
-            }
-            Mlp::Dense { gate_up, down } => {
-                let gate_up = exec.linear(&h, gate_up)?;
-                let inner = exec.silu_mul(gate_up)?;
-                let y = exec.linear(&inner, down)?;
-                exec.release(inner);
-                y
-            }
-        };
-        exec.release(h);
+        let [stream, answer] = decoder_layer(exec, (index, layer), [x, h], attend, (moe_layer, routing))?;
         let next_norm = weights.layers.get(index + 1).map_or(&weights.norm, |layer| &layer.input_norm);
-        [x, h] = exec.add_rms_norm(x, y, next_norm)?;
+        let ends = exec.add_rms_norm(stream, answer, next_norm)?;
+        [x, h] = exec.end_layer(ends);
+        moe_layer += usize::from(weights.config.is_moe[index]);
     }
     exec.release(x);
     Ok(h)
+}
+
+/// One decoder layer of the residual stream `x` and its norm `h`, `[T, D]` each: the stream after attention, and what is
+/// yet to be added to it. `moe_layer` counts the MoE layers before this one.
+///
+/// # Errors
+/// If the executor fails.
+pub(crate) fn decoder_layer<E: Executor>(
+    exec: &mut E,
+    (index, layer): (usize, &Layer<E>),
+    [x, h]: [E::Act; 2],
+    attend: &mut E::Attend<'_>,
+    (moe_layer, routing): (usize, &mut Routing<'_>),
+) -> Result<[E::Act; 2], ModelError> {
+    let mixed = attention(exec, (index, layer), h, attend)?;
+    let [x, h] = exec.add_rms_norm(x, mixed, &layer.post_norm)?;
+    let y = match &layer.mlp {
+        Mlp::Moe { router, experts } => {
+            let scores = exec.linear(&h, router)?;
+            let routed = exec.route(scores, moe_layer, routing)?;
+            exec.experts(&h, routed, experts)?
+        }
+        Mlp::Dense { gate_up, down } => {
+            let gate_up = exec.linear(&h, gate_up)?;
+            let inner = exec.silu_mul(gate_up)?;
+            let y = exec.linear(&inner, down)?;
+            exec.release(inner);
+            y
+        }
+    };
+    exec.release(h);
+    Ok([x, y])
 }
 
 /// Logits `[T, V]` of hidden states `[T, D]`.

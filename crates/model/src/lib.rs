@@ -1,7 +1,7 @@
 //! One Mixture-of-Experts transformer, written once over an [`executor::Executor`], and its Hugging Face files.
 //!
 //! [`forward::forward`] is the model. It runs on [`buffers::Buffers`] (the rollout engine: plain reused buffers
-//! and a paged KV cache) and on [`autograd::Autograd`] (the trainer: candle tensors), and both call the same
+//! and a paged KV cache) and on [`autograd::tape::Tape`] (the trainer: the same, and it remembers what it did), and both call the same
 //! kernels, so equal weights of equal dtype give equal bits. Weights move between disk, trainer and engine as a
 //! [`source::TensorSource`]. This crate must never know what a rollout, a recipe or a reward is.
 
@@ -16,4 +16,5 @@ pub mod export;
 mod fixtures;
 pub mod forward;
 pub mod init;
+pub mod rows;
 pub mod source;

@@ -344,7 +344,6 @@ mod tests {
             (ExitClass::Machine, saved.into()),
             (ExitClass::Usage, damaged.into()),
             (ExitClass::Usage, TrainError::from(missing()).into()),
-            (ExitClass::Bug, TrainError::MissingGradient { tensor: name() }.into()),
             (ExitClass::Machine, listen.into()),
             (ExitClass::Usage, corrupt.into()),
         ]

@@ -433,7 +433,9 @@ fn load_trainer(
     let total_steps = recipe.run.steps * recipe.train.mini_steps as u64;
     let optimiser = AdamWConfig::of_train(&recipe.train, total_steps);
     let temperature = setup::narrow(recipe.rollout.temperature);
-    let reference = setup::load_reference(recipe, &config)?;
+    let precision = setup::precision(&recipe.train);
+    let reference = setup::load_reference(recipe, &config)?.map(|policy| policy.with_precision(precision));
+    let policy = policy.with_precision(precision);
     let mut trainer = Trainer::new(policy, setup::objective(recipe), optimiser, temperature);
     if let Some(reference) = reference {
         trainer = trainer.with_reference(reference);

@@ -11,13 +11,15 @@ use r3_engine::config::EngineConfig;
 use r3_engine::engine::Engine;
 use r3_engine::memory::MemoryBudget;
 use r3_engine::sampler::Sampling;
-use r3_model::autograd::Policy;
+use r3_kernels::gemm::Dtype;
+use r3_model::autograd::{Policy, Precision};
 use r3_model::checkpoint::Checkpoint;
 use r3_model::config::ModelConfig;
 use r3_model::error::ModelError;
 use r3_model::source::TensorSource;
+use r3_recipe::learning::Train;
 use r3_recipe::recipe::Recipe;
-use r3_recipe::rollout::ReplayMode;
+use r3_recipe::rollout::{Dtype as RecipeDtype, ReplayMode};
 use r3_recipe::task::{Reward as RewardName, Task};
 use r3_ring::frame::max_frame_bytes;
 use r3_ring::room::available_bytes;
@@ -260,6 +262,16 @@ const RECORD_OVERHEAD: usize = 128;
 /// that would wrap leaves the end of the ring unused.
 pub(crate) fn ring_bytes(frame_bytes: usize, n_frames: usize) -> u64 {
     frame_bytes.saturating_add(RECORD_OVERHEAD).saturating_mul(n_frames.saturating_add(1)) as u64
+}
+
+/// How the trainer computes.
+#[must_use]
+pub fn precision(train: &Train) -> Precision {
+    let dtype = match train.dtype {
+        RecipeDtype::F32 => Dtype::F32,
+        RecipeDtype::Bf16 => Dtype::Bf16,
+    };
+    Precision { dtype, recompute: train.recompute }
 }
 
 /// Longest wait for the other end of the ring.

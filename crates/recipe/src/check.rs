@@ -346,7 +346,7 @@ impl Recipe {
             return Err(Rule::UnevenMiniSteps { groups: rollout.groups, mini_steps: train.mini_steps });
         }
         check_over_sampling(rollout, train)?;
-        check_numerics(*numerics, rollout.dtype, train.dtype.into())?;
+        check_numerics(*numerics, rollout.dtype, train.dtype)?;
         within("ring.bytes", ring.bytes.0, Limit::Positive, "64MiB")?;
         within("ring.deadline_s", ring.deadline_s, Limit::Count(1), "600")?;
         within("eval.max_new_tokens", eval.max_new_tokens.unwrap_or(1), Limit::Count(1), "16")?;

@@ -265,20 +265,12 @@ impl Problem {
 }
 
 /// Words that other trainers know and r3 does not run yet: path, word, why not, and what to do.
-const NOT_YET: [(&str, &str, &str, &str); 2] = [
-    (
-        "router_replay.mode",
-        "r2",
-        "replay of the trainer's own earlier choice is not supported yet",
-        "write `mode: r3` to replay the rollout's choice, or `mode: off`",
-    ),
-    (
-        "train.dtype",
-        "bf16",
-        "the trainer computes in f32 only, for now",
-        "write `dtype: f32`; `rollout.dtype` may be bf16",
-    ),
-];
+const NOT_YET: [(&str, &str, &str, &str); 1] = [(
+    "router_replay.mode",
+    "r2",
+    "replay of the trainer's own earlier choice is not supported yet",
+    "write `mode: r3` to replay the rollout's choice, or `mode: off`",
+)];
 
 fn way_out(path: &str, word: &str) -> Option<(&'static str, &'static str)> {
     let known = NOT_YET.iter().find(|(at, what, ..)| (*at, *what) == (path, word));

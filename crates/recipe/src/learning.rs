@@ -13,8 +13,11 @@ fn one() -> f64 {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Train {
-    /// Format of weights, activations and gradients.
-    pub dtype: TrainDtype,
+    /// Format of what products multiply, forward and backward; weights, gradients and optimiser state are f32 in either.
+    pub dtype: Dtype,
+    /// Keeps the input of every layer alone and runs layers again, on the same experts, when gradients need the rest: less
+    /// memory for a third more work, and the same bits.
+    pub recompute: bool,
     /// Learning rate, reached after `warmup_steps`.
     pub lr: f64,
     /// Decay of the running means of gradient and squared gradient, each in `[0, 1)`.
@@ -42,7 +45,8 @@ pub struct Train {
 impl Default for Train {
     fn default() -> Self {
         Self {
-            dtype: TrainDtype::F32,
+            dtype: Dtype::F32,
+            recompute: false,
             lr: 1e-6,
             betas: [0.9, 0.999],
             eps: 1e-8,
@@ -53,23 +57,6 @@ impl Default for Train {
             mini_steps: 1,
             micro_batch_tokens: 4096,
             max_staleness: 0,
-        }
-    }
-}
-
-/// Format the trainer computes in.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum TrainDtype {
-    /// 32-bit floating point.
-    #[default]
-    F32,
-}
-
-impl From<TrainDtype> for Dtype {
-    fn from(dtype: TrainDtype) -> Self {
-        match dtype {
-            TrainDtype::F32 => Self::F32,
         }
     }
 }

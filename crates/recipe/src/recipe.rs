@@ -19,7 +19,7 @@ use crate::objective::ObjectiveTerms;
 use crate::place::{Place, Source, Spot};
 use crate::reader;
 use crate::reference;
-use crate::rollout::{Dtype, Engine, Refit, Rollout, RouterReplay};
+use crate::rollout::{Engine, Refit, Rollout, RouterReplay};
 use crate::run::{Eval, Metrics, Ring, Run, SftRun};
 use crate::task::{Model, NewOrExistingModel, Task};
 use crate::tree::{Fault, Node, Value};
@@ -126,7 +126,7 @@ impl Recipe {
     /// [`Self::numerics`] with its default: sums can only agree where both sides compute in one dtype.
     #[must_use]
     pub fn resolved_numerics(&self) -> Numerics {
-        let same_dtype = self.rollout.dtype == Dtype::from(self.train.dtype);
+        let same_dtype = self.rollout.dtype == self.train.dtype;
         self.numerics.unwrap_or(if same_dtype { Numerics::Exact } else { Numerics::Fast })
     }
 }

@@ -11,9 +11,10 @@ use crate::bytes::Bytes;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Dtype {
-    /// 32-bit floating point: rollout and trainer logprobs agree to the bit.
+    /// 32-bit floating point.
     F32,
-    /// Brain float, 8 significant bits: half the memory, and the mismatch that replay is for.
+    /// Brain float, 8 significant bits: half the memory, twice the speed. Where the other side is f32, the mismatch that
+    /// replay is for.
     #[default]
     Bf16,
 }

@@ -57,6 +57,8 @@ fn numerics_are_exact_where_they_can_be() {
         let recipe = load(SHORT, &[&format!("rollout.dtype={dtype}"), "train.dtype=f32"]);
         assert_eq!((recipe.numerics, recipe.resolved_numerics()), (None, expected));
     }
+    let recipe = load(SHORT, &["rollout.dtype=bf16", "train.dtype=bf16"]);
+    assert_eq!(recipe.resolved_numerics(), Numerics::Exact);
     let recipe = load(SHORT, &["rollout.dtype=f32", "numerics=fast"]);
     assert_eq!(recipe.resolved_numerics(), Numerics::Fast);
 }

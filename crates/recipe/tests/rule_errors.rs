@@ -441,7 +441,7 @@ fn an_override_of_an_unknown_key_is_shown() {
     1 | train.lrr=1e-4
       | ^^^^^^^^^
 
-    hint: did you mean `lr`? `train` takes `dtype`, `lr`, `betas`, `eps`, `weight_decay`, `grad_clip`, `warmup_steps`, `schedule`, `mini_steps`, `micro_batch_tokens`, `max_staleness`
+    hint: did you mean `lr`? `train` takes `dtype`, `recompute`, `lr`, `betas`, `eps`, `weight_decay`, `grad_clip`, `warmup_steps`, `schedule`, `mini_steps`, `micro_batch_tokens`, `max_staleness`
     ");
 }
 

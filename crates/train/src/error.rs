@@ -27,8 +27,6 @@ pub enum TrainError {
     NonFiniteInput { group: GroupId, index: u32, array: &'static str, value: f32, at: usize },
     #[error("{tensor} is not finite in the step after version {version}")]
     NonFinite { tensor: String, version: PolicyVersion },
-    #[error("no gradient reached {tensor}")]
-    MissingGradient { tensor: String },
     #[error("example {example} has {tokens} tokens, of which the answer starts at {answer_start}")]
     EmptyAnswer { example: usize, tokens: usize, answer_start: usize },
     #[error("cannot write {}, which needs {needed_bytes} bytes", path.display())]
@@ -86,7 +84,7 @@ impl TrainError {
                 "the run diverged: resume from the last checkpoint with a lower `train.lr` or `train.grad_clip`"
                     .into()
             }
-            Self::MissingGradient { .. } | Self::Tensor(_) => "this is a bug in r3, please report it".into(),
+            Self::Tensor(_) => "this is a bug in r3, please report it".into(),
             Self::EmptyAnswer { .. } => "an example needs a prompt token and an answer token at least".into(),
             Self::Write { needed_bytes, .. } => format!(
                 "earlier checkpoints are intact: free {needed_bytes} bytes, or lower `run.keep_last`"

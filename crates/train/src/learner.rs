@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 use r3_core::ids::PolicyVersion;
-use r3_model::autograd::Policy;
+use r3_model::autograd::{Policy, PolicyOutput};
 
 use crate::error::TrainError;
 use crate::gradients::Gradients;
@@ -23,13 +23,13 @@ impl Learner {
         Self { policy, optimiser, version: PolicyVersion(0), gradients }
     }
 
-    /// Adds the gradient of a micro-batch's loss, and returns the loss.
-    pub(crate) fn add_gradient(&mut self, loss: &Tensor) -> Result<f64, TrainError> {
+    /// Adds the gradient of a micro-batch's loss of `output`, and returns the loss.
+    pub(crate) fn add_gradient(&mut self, loss: &Tensor, output: &PolicyOutput) -> Result<f64, TrainError> {
         let value = loss.to_scalar::<f32>()?;
         if !value.is_finite() {
             return Err(TrainError::NonFinite { tensor: "the loss".into(), version: self.version });
         }
-        self.gradients.add(self.policy.vars(), &loss.backward()?)?;
+        self.policy.backward(output, &loss.backward()?, self.gradients.tensors_mut())?;
         Ok(value.into())
     }
 
@@ -40,7 +40,8 @@ impl Learner {
 
     /// Ends an optimiser step: updates the weights with the gradients added since it started.
     pub(crate) fn update(&mut self) -> Result<Update, TrainError> {
-        let update = self.optimiser.update(self.policy.vars(), &self.gradients, self.version)?;
+        let Self { policy, optimiser, version, gradients } = self;
+        let update = policy.change(|vars| optimiser.update(vars, gradients, *version))?;
         self.version = self.version.next();
         Ok(update)
     }

@@ -8,7 +8,7 @@
 //! This crate must never know text, files other than checkpoints, the ring, threads or clocks. Everything in
 //! it is deterministic: the same batch and weights give the same bits.
 //!
-//! candle's `backward` recurses over the graph, so run the trainer on a thread with a deep stack: `r3 run` gives it 256 MiB.
+//! candle's `backward` recurses over the graph of a loss, which is shallow: the model's own gradients run back over a tape.
 //!
 //! Start with [`trainer`], then [`objective`], [`loss`] and [`batch`].
 

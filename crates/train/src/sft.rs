@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 use r3_core::ids::TokenId;
 use r3_kernels::route_record::RouteRecord;
 use r3_kernels::router::Routing;
-use r3_model::autograd::{Packed, Policy};
+use r3_model::autograd::{Packed, Policy, PolicyOutput};
 use r3_recipe::learning::Sft;
 
 use crate::batch::micro_batches;
@@ -121,29 +121,25 @@ impl SftTrainer {
     ) -> Result<(f64, f64), TrainError> {
         let examples = &examples[range];
         let mut own = Loads::new(self.policy().config().route_dims());
-        let (logprobs, scores) = self.forward(examples, &mut own)?;
+        let output = self.forward(examples, &mut own)?;
         let mask: Vec<f32> = examples
             .iter()
             .flat_map(|example| (1..example.tokens.len()).map(|target| target >= example.answer_start))
             .map(|trained| f32::from(u8::from(trained)))
             .collect();
         let mask = Tensor::new(mask, &Device::Cpu)?;
-        let nll = ((logprobs * mask)?.sum_all()? / -(totals.n_trained as f64))?;
+        let nll = ((&output.logprobs * mask)?.sum_all()? / -(totals.n_trained as f64))?;
         if self.load_balance == 0.0 {
-            return Ok((self.learner.add_gradient(&nll)?, 0.0));
+            return Ok((self.learner.add_gradient(&nll, &output)?, 0.0));
         }
-        let balance = load_balance(&scores, known.unwrap_or(&own), totals.n_inputs as f64)?;
-        self.learner.add_gradient(&(&nll + (&balance * self.load_balance)?)?)?;
+        let balance = load_balance(&output.router_scores, known.unwrap_or(&own), totals.n_inputs as f64)?;
+        self.learner.add_gradient(&(&nll + (&balance * self.load_balance)?)?, &output)?;
         Ok((nll.to_scalar::<f32>()?.into(), balance.to_scalar::<f32>()?.into()))
     }
 
     /// Logprobs of all targets and router scores of every layer; adds the experts taken to `loads` if they are
     /// needed.
-    fn forward(
-        &mut self,
-        examples: &[Example<'_>],
-        loads: &mut Loads,
-    ) -> Result<(Tensor, Vec<Tensor>), TrainError> {
+    fn forward(&mut self, examples: &[Example<'_>], loads: &mut Loads) -> Result<PolicyOutput, TrainError> {
         let flat = |part: fn(&[TokenId]) -> &[TokenId]| -> Vec<TokenId> {
             examples.iter().flat_map(|example| part(example.tokens)).copied().collect()
         };
@@ -152,15 +148,14 @@ impl SftTrainer {
         let lengths: Vec<usize> = examples.iter().map(|example| example.tokens.len() - 1).collect();
         let packed = Packed { tokens: &tokens, targets: &targets, lengths: &lengths };
         if self.load_balance == 0.0 {
-            let output = self.learner.policy.logprobs(&packed, &mut Routing::Free, 1.0)?;
-            return Ok((output.logprobs, output.router_scores));
+            return Ok(self.learner.policy.logprobs(&packed, &mut Routing::Free, 1.0)?);
         }
         self.record.start(tokens.len());
         let output = self.learner.policy.logprobs(&packed, &mut Routing::Record(&mut self.record), 1.0)?;
         for layer in 0..loads.n_layers() {
             loads.add(layer, &self.record.layer(layer));
         }
-        Ok((output.logprobs, output.router_scores))
+        Ok(output)
     }
 }
 

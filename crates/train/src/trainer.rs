@@ -319,7 +319,7 @@ impl Trainer {
             let n_inputs = self.micro.n_inputs();
             (account.progress)(PassDone { n_inputs, stage: Stage::Forward });
             account.actor.add_loss(&loss)?;
-            self.learner.add_gradient(&loss.total)?;
+            self.learner.add_gradient(&loss.total, &pass.output)?;
             (account.progress)(PassDone { n_inputs, stage: Stage::Learned });
         }
         account.actor.add_update(self.learner.update()?);

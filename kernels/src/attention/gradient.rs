@@ -1,136 +1,61 @@
-//! Attention as a candle op: the packed forward, and its gradient with probabilities recomputed.
+//! The gradient of packed attention, with probabilities recomputed.
 //!
 //! A task is one kv head of one sequence, walked through in order, so every sum of the gradient has one order.
 
 use std::cell::RefCell;
-use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use half::bf16;
 
-use super::kernel::{LANES, MAX_PASS, Rows, View, padded};
-use super::{Heads, PackedKv, Pages, Table, packed_attention};
-use crate::candle_io::{f32_slice, with_f32};
+use super::kernel::{Element, LANES, MAX_PASS, Rows, View, padded};
+use super::packed::PackedAttention;
+use super::{Heads, Pages, Table};
 use crate::isa::{Isa, Lanes, multiversion, sum_lanes};
 use crate::parallel::{self, Disjoint};
 use crate::softmax::{exp_in_place, max};
 
-pub(super) fn apply(q: &Tensor, k: &Tensor, v: &Tensor, lengths: Arc<[usize]>) -> Result<Tensor> {
-    let (n_tokens, n_heads, head_dim) = q.dims3()?;
-    let (_, n_kv_heads, _) = k.dims3()?;
-    let kv = (n_tokens, n_kv_heads, head_dim);
-    let total: usize = lengths.iter().sum();
-    let shares = n_kv_heads > 0 && n_heads.is_multiple_of(n_kv_heads);
-    if k.dims3()? != kv || v.dims3()? != kv || total != n_tokens || !shares {
-        let shapes = [q, k, v].map(Tensor::dims);
-        bail!("attention of q, k, v {shapes:?} over lengths that sum to {total}");
-    }
-    let op = Attention { lengths, heads: Heads { n_heads, n_kv_heads, head_dim } };
-    q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, op)
+/// What a gradient is computed of.
+pub(super) struct Operands<'a> {
+    /// Its caches filled with keys and values, and the two swapped.
+    pub(super) attention: &'a PackedAttention,
+    pub(super) heads: Heads,
+    /// `[T, H, hd]`.
+    pub(super) q: &'a [f32],
+    /// `[T, H, hd]`.
+    pub(super) grad: &'a [f32],
 }
 
-struct Attention {
-    lengths: Arc<[usize]>,
-    heads: Heads,
-}
-
-impl CustomOp3 for Attention {
-    fn name(&self) -> &'static str {
-        "attention"
-    }
-
-    fn cpu_fwd(
-        &self,
-        q: &CpuStorage,
-        q_layout: &Layout,
-        k: &CpuStorage,
-        k_layout: &Layout,
-        v: &CpuStorage,
-        v_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (q, kv) = (f32_slice(q, q_layout)?, (f32_slice(k, k_layout)?, f32_slice(v, v_layout)?));
-        let mut out = vec![0.0; q.len()];
-        packed_attention(q, kv, &self.lengths, self.heads, &mut out);
-        Ok((CpuStorage::F32(out), q_layout.shape().clone()))
-    }
-
-    fn bwd(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        _out: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let mut grads = [q, k, v].map(|x| vec![0.0; x.elem_count()]);
-        with_f32(q, |q| {
-            with_f32(grad, |grad| {
-                with_f32(k, |k| {
-                    with_f32(v, |v| {
-                        self.backward((q, grad), (k, v), &mut grads);
-                        Ok(())
-                    })
-                })
-            })
-        })?;
-        let [q_grad, k_grad, v_grad] = grads;
-        let tensor =
-            |values: Vec<f32>, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device()).map(Some);
-        Ok((tensor(q_grad, q)?, tensor(k_grad, k)?, tensor(v_grad, v)?))
-    }
-}
-
-impl Attention {
-    fn backward(&self, (q, grad): (&[f32], &[f32]), (k, v): (&[f32], &[f32]), grads: &mut [Vec<f32>; 3]) {
-        let heads = self.heads;
-        // The second cache holds values where keys belong and keys where values do: `grad . v_p` is then a score,
-        // and the gradient of a query a weighted sum.
-        let (plain, swapped) =
-            (PackedKv::new(&self.lengths, heads, k, v), PackedKv::new(&self.lengths, heads, v, k));
-        let [q_grad, k_grad, v_grad] = grads.each_mut().map(|grad| Disjoint::new(grad));
-        let sequences = plain.sequences();
-        let first_tokens: Vec<usize> =
-            self.lengths.iter().scan(0, |end, n| Some(std::mem::replace(end, *end + n))).collect();
-        let work = self.lengths.iter().map(|n| n * n * 5 * heads.query_len()).sum();
-        parallel::for_each(sequences.len() * heads.n_kv_heads, work, |i| {
-            let (sequence, kv_head) = (i / heads.n_kv_heads, i % heads.n_kv_heads);
-            let table = Table { blocks: sequences[sequence].blocks, block_tokens: LANES };
-            let job = Job {
-                views: [plain.view(kv_head, table), swapped.view(kv_head, table)],
-                q,
-                grad,
-                heads,
-                kv_head,
-            };
-            let tokens = Tokens { first: first_tokens[sequence], len: self.lengths[sequence] };
-            BUFFERS.with_borrow_mut(|buffers| {
-                backward_sequence(&job, tokens, buffers, &q_grad);
-                for (parts, rows) in [(&k_grad, &buffers.k_grad), (&v_grad, &buffers.v_grad)] {
-                    for (t, row) in rows.chunks_exact(heads.head_dim).enumerate() {
-                        let start = ((tokens.first + t) * heads.n_kv_heads + kv_head) * heads.head_dim;
-                        // SAFETY: tasks are distinct pairs of sequence and kv head, and the range is such a pair's.
-                        unsafe { parts.part(start..start + heads.head_dim) }.copy_from_slice(row);
-                    }
+/// Gradients of queries, keys and values. The gradient passes through the rounding of keys and values to bf16 as if it
+/// were not there.
+pub(super) fn backward(operands: &Operands<'_>, lengths: &[usize], out: [&mut [f32]; 3]) {
+    let heads = operands.heads;
+    let [q_grad, k_grad, v_grad] = out.map(Disjoint::new);
+    let sequences = operands.attention.plain.sequences(lengths);
+    let first_tokens: Vec<usize> =
+        lengths.iter().scan(0, |end, n| Some(std::mem::replace(end, *end + n))).collect();
+    let work = lengths.iter().map(|n| n * n * 5 * heads.query_len()).sum();
+    parallel::for_each(sequences.len() * heads.n_kv_heads, work, |i| {
+        let (sequence, kv_head) = (i / heads.n_kv_heads, i % heads.n_kv_heads);
+        let table = Table { blocks: sequences[sequence].blocks, block_tokens: LANES };
+        let job = Job { operands, kv_head, table };
+        let tokens = Tokens { first: first_tokens[sequence], len: lengths[sequence] };
+        BUFFERS.with_borrow_mut(|buffers| {
+            backward_sequence(&job, tokens, buffers, &q_grad);
+            for (parts, rows) in [(&k_grad, &buffers.k_grad), (&v_grad, &buffers.v_grad)] {
+                for (t, row) in rows.chunks_exact(heads.head_dim).enumerate() {
+                    let start = ((tokens.first + t) * heads.n_kv_heads + kv_head) * heads.head_dim;
+                    // SAFETY: tasks are distinct pairs of sequence and kv head, and the range is such a pair's.
+                    unsafe { parts.part(start..start + heads.head_dim) }.copy_from_slice(row);
                 }
-            });
+            }
         });
-    }
-}
-
-impl PackedKv<'_> {
-    fn view<'a>(&'a self, kv_head: usize, table: Table<'a>) -> View<'a, f32> {
-        let Pages::F32(tiles) = &self.cache.pages else { unreachable!("packed sequences are f32") };
-        tiles.view(&self.cache, 0, kv_head, table)
-    }
+    });
 }
 
 /// What a task reads.
 struct Job<'a> {
-    /// Keys and values, then the two swapped.
-    views: [View<'a, f32>; 2],
-    q: &'a [f32],
-    grad: &'a [f32],
-    heads: Heads,
+    operands: &'a Operands<'a>,
     kv_head: usize,
+    table: Table<'a>,
 }
 
 /// The tokens of one sequence among all.
@@ -173,7 +98,31 @@ fn backward_sequence_body<I: Isa>(
     buffers: &mut Buffers,
     q_grad: &Disjoint<'_, f32>,
 ) {
-    let heads = job.heads;
+    let PackedAttention { plain, swapped, .. } = job.operands.attention;
+    match (&plain.cache.pages, &swapped.cache.pages) {
+        (Pages::F32(a), Pages::F32(b)) => {
+            let views = [(a, plain), (b, swapped)]
+                .map(|(tiles, kv)| tiles.view(&kv.cache, 0, job.kv_head, job.table));
+            walk::<I, f32>(job, &views, tokens, buffers, q_grad);
+        }
+        (Pages::Bf16(a), Pages::Bf16(b)) => {
+            let views = [(a, plain), (b, swapped)]
+                .map(|(tiles, kv)| tiles.view(&kv.cache, 0, job.kv_head, job.table));
+            walk::<I, bf16>(job, &views, tokens, buffers, q_grad);
+        }
+        _ => unreachable!("both caches were made with one dtype"),
+    }
+}
+
+#[inline(always)]
+fn walk<I: Isa, E: Element>(
+    job: &Job<'_>,
+    views: &[View<'_, E>; 2],
+    tokens: Tokens,
+    buffers: &mut Buffers,
+    q_grad: &Disjoint<'_, f32>,
+) {
+    let heads = job.operands.heads;
     let stride = tokens.len.next_multiple_of(LANES);
     for grad in [&mut buffers.k_grad, &mut buffers.v_grad] {
         grad.clear();
@@ -195,15 +144,15 @@ fn backward_sequence_body<I: Isa>(
         buffers.out_grads.clear();
         for r in 0..n {
             let row = start_of(r)..start_of(r) + heads.head_dim;
-            buffers.queries.extend(job.q[row.clone()].iter().map(|x| x * heads.scale()));
-            buffers.out_grads.extend_from_slice(&job.grad[row]);
+            buffers.queries.extend(job.operands.q[row.clone()].iter().map(|x| x * heads.scale()));
+            buffers.out_grads.extend_from_slice(&job.operands.grad[row]);
         }
         match n {
-            8 => backward_pass::<I, 8>(job, rows, first, buffers),
-            4 => backward_pass::<I, 4>(job, rows, first, buffers),
-            3 => backward_pass::<I, 3>(job, rows, first, buffers),
-            2 => backward_pass::<I, 2>(job, rows, first, buffers),
-            _ => backward_pass::<I, 1>(job, rows, first, buffers),
+            8 => backward_pass::<I, E, 8>(views, rows, first, buffers),
+            4 => backward_pass::<I, E, 4>(views, rows, first, buffers),
+            3 => backward_pass::<I, E, 3>(views, rows, first, buffers),
+            2 => backward_pass::<I, E, 2>(views, rows, first, buffers),
+            _ => backward_pass::<I, E, 1>(views, rows, first, buffers),
         }
         for (r, row) in buffers.q_grads.chunks_exact(heads.head_dim).enumerate() {
             // SAFETY: tasks are distinct pairs of sequence and kv head, and the range is such a pair's.
@@ -219,8 +168,12 @@ fn backward_sequence_body<I: Isa>(
 /// With `p` the probabilities and `g` the output's gradient: `ds_j = p_j (g . v_j - sum_i p_i g . v_i)`, then
 /// `dq = sum_j ds_j k_j`, `dk_j += ds_j q`, `dv_j += p_j g`.
 #[inline(always)]
-fn backward_pass<I: Isa, const R: usize>(job: &Job<'_>, rows: Rows, first: usize, buffers: &mut Buffers) {
-    let [view, swapped] = &job.views;
+fn backward_pass<I: Isa, E: Element, const R: usize>(
+    [view, swapped]: &[View<'_, E>; 2],
+    rows: Rows,
+    first: usize,
+    buffers: &mut Buffers,
+) {
     let stride = buffers.probabilities.len() / MAX_PASS;
     let n_keys = rows.n_keys(first + R - 1);
     view.score::<I, R, 1>(&buffers.queries, n_keys, &mut buffers.probabilities, stride);
@@ -233,7 +186,7 @@ fn backward_pass<I: Isa, const R: usize>(job: &Job<'_>, rows: Rows, first: usize
         softmax_gradient::<I>(seen, sum, &mut buffers.score_grads[r * stride..][..n_keys]);
     }
     buffers.q_grads.clear();
-    buffers.q_grads.resize(R * job.heads.head_dim, 0.0);
+    buffers.q_grads.resize(R * view.head_dim, 0.0);
     swapped.add_weighted::<I, R>(&buffers.score_grads, stride, 0..n_keys, &mut buffers.q_grads);
     add_outer::<I, R>((&buffers.score_grads, stride), &buffers.queries, n_keys, &mut buffers.k_grad);
     add_outer::<I, R>((&buffers.probabilities, stride), &buffers.out_grads, n_keys, &mut buffers.v_grad);

@@ -2,15 +2,14 @@
 
 use std::panic::catch_unwind;
 
-use candle_core::{D, DType, Device, Tensor, Var};
+use candle_core::{D, Device, Tensor, Var};
 use half::bf16;
 use proptest::prelude::{Strategy, prop_assert, prop_assert_eq, proptest};
 use proptest::sample::select;
 
 use super::kernel::{LANES, Rows, Scratch};
 use super::{
-    Heads, Job, KvCache, PackedKv, PagedSequence, Table, attend_job_body, attention_op, packed_attention,
-    paged_attention,
+    Heads, Job, KvCache, PagedSequence, Table, attend_job_body, packed::PackedAttention, paged_attention,
 };
 use crate::gemm::Dtype;
 #[cfg(target_arch = "x86_64")]
@@ -40,8 +39,16 @@ impl Inputs {
     }
 
     fn packed(&self) -> Vec<f32> {
+        self.packed_in(Dtype::F32)
+    }
+
+    fn packed_in(&self, dtype: Dtype) -> Vec<f32> {
         let mut out = vec![f32::NAN; self.q.len()];
-        packed_attention(&self.q, (&self.k, &self.v), &self.lengths, self.heads, &mut out);
+        // More sequences first, to see that nothing of them stays.
+        let mut attention = PackedAttention::new(self.heads, dtype);
+        let [q, k, v] = [&self.q, &self.k, &self.v].map(|x| [&x[..], &vec![f32::NAN; x.len()]].concat());
+        attention.forward(&q, (&k, &v), &self.lengths.repeat(2), &mut [&out[..], &out[..]].concat());
+        attention.forward(&self.q, (&self.k, &self.v), &self.lengths, &mut out);
         out
     }
 
@@ -137,7 +144,7 @@ fn two_tokens_are_that_by_hand() {
     let k = [0.0, 7.0, 0.0, 0.0, 3_f32.ln(), 0.0, 5.0, 0.0];
     let v = [4.0, 8.0, 0.0, 1.0, 0.0, 4.0, 8.0, 1.0];
     let mut out = [f32::NAN; 8];
-    packed_attention(&q, (&k, &v), &[2], heads, &mut out);
+    PackedAttention::new(heads, Dtype::F32).forward(&q, (&k, &v), &[2], &mut out);
     assert_eq!(out[..4], v[..4]);
     for (got, want) in out[4..].iter().zip([1.0, 5.0, 6.0, 1.0]) {
         assert!((got - want).abs() < 1e-6, "{out:?}");
@@ -160,8 +167,10 @@ proptest! {
         chunks in proptest::collection::vec(1_usize..30, 1..4),
     ) {
         let inputs = Inputs::new(heads, &[length]);
-        let got = paged(&inputs, Dtype::F32, block_tokens, &chunks);
-        prop_assert_eq!(bits(&got), bits(&inputs.packed()));
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            let got = paged(&inputs, dtype, block_tokens, &chunks);
+            prop_assert_eq!(bits(&got), bits(&inputs.packed_in(dtype)));
+        }
     }
 
     #[test]
@@ -220,9 +229,13 @@ fn a_later_token_cannot_reach_an_earlier_one_even_by_nan() {
 /// One kv head of one sequence, compiled for `I`; the machine must have it.
 fn attend_as<I: Isa>(inputs: &Inputs) -> Vec<f32> {
     let heads = inputs.heads;
-    let packed = PackedKv::new(&inputs.lengths, heads, &inputs.k, &inputs.v);
-    let table = Table { blocks: &packed.blocks, block_tokens: LANES };
-    let job = Job { cache: &packed.cache, layer: 0, kv_head: 0, table };
+    let n_tiles = inputs.lengths[0].div_ceil(LANES) as u32;
+    let (slots, blocks): (Vec<u32>, Vec<u32>) =
+        ((0..inputs.lengths[0] as u32).collect(), (0..n_tiles).collect());
+    let mut cache = KvCache::new(1, blocks.len() * LANES, heads, Dtype::F32);
+    cache.write(0, &slots, &inputs.k, &inputs.v);
+    let table = Table { blocks: &blocks, block_tokens: LANES };
+    let job = Job { cache: &cache, layer: 0, kv_head: 0, table };
     let mut scratch = Scratch::default();
     scratch.queries.extend(inputs.q.iter().map(|x| x * heads.scale()));
     let rows = Rows { group: heads.group(), start: 0, n_rows: inputs.lengths[0] * heads.group() };
@@ -327,10 +340,15 @@ fn gradients_of(out: &Tensor, inputs: &Inputs, vars: &[Var; 3]) -> [Vec<f32>; 3]
 }
 
 fn gradients(inputs: &Inputs) -> [Vec<f32>; 3] {
-    let vars = vars(inputs);
-    let out = attention_op(&vars[0], &vars[1], &vars[2], inputs.lengths.clone().into()).unwrap();
-    assert_eq!(bits(&out.flatten_all().unwrap().to_vec1().unwrap()), bits(&inputs.packed()));
-    gradients_of(&out, inputs, &vars)
+    gradients_in(inputs, Dtype::F32)
+}
+
+fn gradients_in(inputs: &Inputs, dtype: Dtype) -> [Vec<f32>; 3] {
+    let operands = [&inputs.q[..], &inputs.k, &inputs.v];
+    let mut out = operands.map(|x| vec![f32::NAN; x.len()]);
+    let grads = out.each_mut().map(Vec::as_mut_slice);
+    PackedAttention::new(inputs.heads, dtype).backward(operands, &inputs.lengths, &pull(inputs), grads);
+    out
 }
 
 /// The same formula in candle's own operations, whose gradient is candle's.
@@ -398,12 +416,12 @@ fn the_gradients_are_those_of_finite_differences() {
 }
 
 #[test]
-fn shapes_that_do_not_fit_are_refused() {
-    let x = |n: usize, heads: usize| Tensor::zeros((n, heads, 4), DType::F32, &Device::Cpu).unwrap();
-    let fits = |q: Tensor, k: Tensor, v: Tensor, n: usize| attention_op(&q, &k, &v, [n].into()).is_ok();
-    assert!(fits(x(3, 4), x(3, 2), x(3, 2), 3));
-    assert!(!fits(x(3, 4), x(3, 2), x(3, 2), 2));
-    assert!(!fits(x(3, 4), x(3, 3), x(3, 3), 3));
-    assert!(!fits(x(3, 4), x(2, 2), x(3, 2), 3));
-    assert!(!fits(x(3, 4), x(3, 2), x(3, 1), 3));
+fn gradients_through_a_bf16_cache_are_those_at_the_rounded_keys_and_values() {
+    let mut inputs = Inputs::new(Heads { n_heads: 6, n_kv_heads: 2, head_dim: 34 }, &[5, 0, 37]);
+    let got = gradients_in(&inputs, Dtype::Bf16);
+    assert_ne!(got, gradients(&inputs));
+    for x in inputs.k.iter_mut().chain(&mut inputs.v) {
+        *x = bf16::from_f32(*x).to_f32();
+    }
+    assert_eq!(got.map(|grad| bits(&grad)), gradients(&inputs).map(|grad| bits(&grad)));
 }

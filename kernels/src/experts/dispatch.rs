@@ -106,15 +106,6 @@ impl Dispatch {
         }
     }
 
-    /// `x` `[T, width]` as rows, `[T K, width]`.
-    pub(super) fn gathered(&self, x: &[f32], width: usize) -> Vec<f32> {
-        let mut out = vec![0.0; self.n_rows() * width];
-        parallel::for_rows(&mut out, width, width, |first, out| {
-            self.gather(x, width, first..first + out.len() / width, out);
-        });
-        out
-    }
-
     /// `y[t] = sum over k of gates[t, k] * out[row of (t, k)]`, in router order: `out` is `[T K, width]`, `y`
     /// `[T, width]`. Without `gates` every pair counts once.
     pub(super) fn combine(&self, out: &[f32], gates: Option<&[f32]>, width: usize, y: &mut [f32]) {

@@ -13,7 +13,7 @@ pub(crate) fn round(x: f32) -> u32 {
 
 /// Two elements as one word.
 #[inline(always)]
-fn pair(low: f32, high: f32) -> u32 {
+pub(super) fn pair(low: f32, high: f32) -> u32 {
     round(low) | (round(high) << 16)
 }
 

@@ -1,8 +1,10 @@
-//! Products of plain f32 matrices, for backward passes: same kernels, same guarantees.
+//! Products of plain f32 matrices, for backward passes: the same kernels, so every element is one chain over the depth.
 
-use super::Grid;
-use super::kernel::{Job, LANES, Line, run_f32, run_f32_transposed};
+use super::kernel::{Job, LANES, Line, TILE_ROWS, Tile, run_bf16, run_f32};
+use super::{Dtype, Grid, bf16};
+use crate::isa::{Isa, multiversion};
 use crate::parallel::{self, Disjoint};
+use crate::scratch::{Plain, Scratch};
 
 /// The left operand of a product.
 #[derive(Clone, Copy)]
@@ -13,78 +15,236 @@ pub(crate) enum Left<'a> {
     Transposed(&'a [f32]),
 }
 
-/// `out = a b`: `a` is `[m, k]`, `b` `[k, n]`, `out` `[m, n]`, overwritten whole. Every element is one chain over
-/// `k`, whatever the threads.
-///
-/// # Panics
-/// If the shapes do not fit.
-pub(crate) fn product(a: Left<'_>, b: &[f32], n: usize, out: &mut [f32]) {
-    multiply((a, b), n, false, out);
+/// `a b`: `a` is `[m, k]`, `b` `[k, n]`. [`Dtype::Bf16`] rounds both first; sums are f32 either way.
+#[derive(Clone, Copy)]
+pub(crate) struct PlainProduct<'a> {
+    pub(crate) a: Left<'a>,
+    pub(crate) b: &'a [f32],
+    pub(crate) n: usize,
+    pub(crate) dtype: Dtype,
+    /// Whether it is added to what the result holds instead of replacing it. Chains then go on from there, so in f32
+    /// matrices cut along `k` have the bits of whole ones.
+    pub(crate) onto: bool,
 }
 
-/// `out += a b`: [`product`], with every chain going on from what `out` holds. So the product of matrices that are cut
-/// along `k` has the bits of that of the whole.
-///
-/// # Panics
-/// If the shapes do not fit.
-pub(crate) fn add_product(a: Left<'_>, b: &[f32], n: usize, out: &mut [f32]) {
-    multiply((a, b), n, true, out);
-}
+impl PlainProduct<'_> {
+    /// Computes it into `out` `[m, n]`; threads do not show.
+    ///
+    /// # Panics
+    /// If the shapes do not fit.
+    pub(crate) fn run(&self, out: &mut [f32]) {
+        self.run_in(parallel::task_count(out.len() * (self.b.len() / self.n)), out);
+    }
 
-fn multiply((a, b): (Left<'_>, &[f32]), n: usize, onto: bool, out: &mut [f32]) {
-    let (Left::Plain(x) | Left::Transposed(x)) = a;
-    let (m, k) = (out.len() / n, b.len() / n);
-    assert_eq!(out.len(), m * n, "the product has rows of {n}");
-    assert_eq!((b.len(), x.len()), (k * n, m * k), "operands are [{m}, {k}] and [{k}, {n}]");
-    if k == 0 {
-        if !onto {
+    /// [`Self::run`] in about `n_tasks` tasks; one stays on the calling thread.
+    pub(crate) fn run_in(&self, n_tasks: usize, out: &mut [f32]) {
+        match self.dtype {
+            Dtype::F32 => self.run_words::<f32>(n_tasks, out),
+            Dtype::Bf16 => self.run_words::<u32>(n_tasks, out),
+        }
+    }
+
+    fn run_words<W: Word>(&self, n_tasks: usize, out: &mut [f32]) {
+        let &Self { a, b, n, onto, .. } = self;
+        let (Left::Plain(values) | Left::Transposed(values)) = a;
+        let (m, k) = (out.len() / n, b.len() / n);
+        assert_eq!(out.len(), m * n, "the product has rows of {n}");
+        assert_eq!((b.len(), values.len()), (k * n, m * k), "operands are [{m}, {k}] and [{k}, {n}]");
+        if k == 0 && !onto {
             out.fill(0.0);
         }
-        return;
+        if k == 0 || m == 0 {
+            return;
+        }
+        let depth = k.div_ceil(W::DEPTH);
+        let mut lines = Scratch::<Line<W>>::take(n.div_ceil(LANES) * depth);
+        for_chunks(&mut lines, depth, n_tasks, |panel, lines| W::lines(b, n, panel * LANES, lines));
+        let (blocked, n_words) = match a {
+            Left::Plain(_) => (false, W::rounded_len(values.len(), k)),
+            Left::Transposed(_) => (true, m.next_multiple_of(TILE_ROWS) * depth),
+        };
+        let mut words = Scratch::<W>::take(n_words);
+        let x = if blocked {
+            for_chunks(&mut words, TILE_ROWS * depth, n_tasks, |block, words| {
+                W::blocks(values, m, block * TILE_ROWS, words.as_chunks_mut().0);
+            });
+            &words
+        } else {
+            W::rows(values, k, &mut words)
+        };
+        let y = Disjoint::new(out);
+        let job = Job { x, blocked, lines: &lines, depth, n, bias: None, onto, y, then: &[] };
+        job.check(m);
+        Grid::new(m, n.div_ceil(LANES), n_tasks).for_each(n_tasks > 1, |tile| W::multiply(&job, tile));
     }
-    let lines = pack(b, n, k);
-    let n_tasks = parallel::task_count(out.len() * k);
-    let grid = Grid::new(m, n.div_ceil(LANES), n_tasks);
-    let job = Job { x, lines: &lines, depth: k, n, bias: None, onto, y: Disjoint::new(out), then: &[] };
-    let kernel = match a {
-        Left::Plain(_) => run_f32,
-        Left::Transposed(_) => run_f32_transposed,
-    };
-    grid.for_each(n_tasks > 1, |tile| kernel(&job, tile));
 }
 
-/// `b` `[k, n]` as panels of columns: unlike weights, its rows already lie along the lanes.
-fn pack(b: &[f32], n: usize, k: usize) -> Vec<Line<f32>> {
-    let mut lines = vec![Line::default(); n.div_ceil(LANES) * k];
-    parallel::for_rows(&mut lines, k, LANES * k, |first, lines| {
-        for (panel, lines) in (first..).zip(lines.chunks_exact_mut(k)) {
-            let columns = panel * LANES..n.min((panel + 1) * LANES);
-            for (line, row) in lines.iter_mut().zip(b.chunks_exact(n)) {
-                line.0[..columns.len()].copy_from_slice(&row[columns.clone()]);
-            }
-        }
+/// What the kernels multiply: an f32, or two bf16 that are neighbours along the depth.
+trait Word: Plain + Send + Sync {
+    /// Elements of a word.
+    const DEPTH: usize;
+
+    /// Words that [`Self::rows`] needs for `len` elements in rows of `k`.
+    fn rounded_len(len: usize, k: usize) -> usize;
+    /// Rows of `k` as they are, along the depth.
+    fn rows<'a>(values: &'a [f32], k: usize, words: &'a mut [Self]) -> &'a [Self];
+    /// The 16 columns from `first` on of `matrix` `[k, width]`, zeros beyond its end.
+    fn lines(matrix: &[f32], width: usize, first: usize, lines: &mut [Line<Self>]);
+    /// The same of eight columns.
+    fn blocks(matrix: &[f32], width: usize, first: usize, blocks: &mut [[Self; TILE_ROWS]]);
+    /// The kernel.
+    fn multiply(job: &Job<'_, Self>, tile: &Tile);
+}
+
+impl Word for f32 {
+    const DEPTH: usize = 1;
+
+    fn rounded_len(_: usize, _: usize) -> usize {
+        0
+    }
+
+    fn rows<'a>(values: &'a [f32], _: usize, _: &'a mut [f32]) -> &'a [f32] {
+        values
+    }
+
+    fn lines(matrix: &[f32], width: usize, first: usize, lines: &mut [Line<f32>]) {
+        copy_columns(matrix, width, first, lines.iter_mut().map(|line| &mut line.0));
+    }
+
+    fn blocks(matrix: &[f32], width: usize, first: usize, blocks: &mut [[f32; TILE_ROWS]]) {
+        copy_columns(matrix, width, first, blocks.iter_mut());
+    }
+
+    fn multiply(job: &Job<'_, f32>, tile: &Tile) {
+        run_f32(job, tile);
+    }
+}
+
+impl Word for u32 {
+    const DEPTH: usize = 2;
+
+    fn rounded_len(len: usize, k: usize) -> usize {
+        len / k * k.div_ceil(2)
+    }
+
+    fn rows<'a>(values: &'a [f32], k: usize, words: &'a mut [u32]) -> &'a [u32] {
+        super::round_rows(values, k, words);
+        words
+    }
+
+    fn lines(matrix: &[f32], width: usize, first: usize, lines: &mut [Line<u32>]) {
+        round_lines(matrix, width, first, lines);
+    }
+
+    fn blocks(matrix: &[f32], width: usize, first: usize, blocks: &mut [[u32; TILE_ROWS]]) {
+        round_blocks(matrix, width, first, blocks);
+    }
+
+    fn multiply(job: &Job<'_, u32>, tile: &Tile) {
+        run_bf16(job, tile);
+    }
+}
+
+/// Copies the `N` columns from `first` on of `matrix` `[k, width]`.
+fn copy_columns<'a, const N: usize>(
+    matrix: &[f32],
+    width: usize,
+    first: usize,
+    out: impl Iterator<Item = &'a mut [f32; N]>,
+) {
+    for (out, row) in out.zip(matrix.chunks_exact(width)) {
+        *out = columns(row, first);
+    }
+}
+
+multiversion! {
+    fn round_lines(matrix: &[f32], width: usize, first: usize, lines: &mut [Line<u32>]) = round_lines_body;
+}
+
+#[inline(always)]
+fn round_lines_body<I: Isa>(matrix: &[f32], width: usize, first: usize, lines: &mut [Line<u32>]) {
+    for (line, rows) in lines.iter_mut().zip(matrix.chunks(2 * width)) {
+        line.0 = round_columns(rows, width, first);
+    }
+}
+
+multiversion! {
+    fn round_blocks(matrix: &[f32], width: usize, first: usize, blocks: &mut [[u32; TILE_ROWS]]) = round_blocks_body;
+}
+
+#[inline(always)]
+fn round_blocks_body<I: Isa>(matrix: &[f32], width: usize, first: usize, blocks: &mut [[u32; TILE_ROWS]]) {
+    for (block, rows) in blocks.iter_mut().zip(matrix.chunks(2 * width)) {
+        *block = round_columns(rows, width, first);
+    }
+}
+
+/// `N` columns of two rows, or of a last one, rounded to pairs.
+#[inline(always)]
+fn round_columns<const N: usize>(rows: &[f32], width: usize, first: usize) -> [u32; N] {
+    let (low, high) = rows.split_at(width);
+    let (low, high) = (columns::<N>(low, first), columns::<N>(high, first));
+    let mut words = [0; N];
+    for (word, (low, high)) in words.iter_mut().zip(low.into_iter().zip(high)) {
+        *word = bf16::pair(low, high);
+    }
+    words
+}
+
+/// The `N` elements of `row` from `first` on, zeros beyond its end.
+#[inline(always)]
+fn columns<const N: usize>(row: &[f32], first: usize) -> [f32; N] {
+    let Some(row) = row.get(first..) else { return [0.0; N] };
+    if let Some(whole) = row.first_chunk() {
+        return *whole;
+    }
+    let mut columns = [0.0; N];
+    columns[..row.len()].copy_from_slice(row);
+    columns
+}
+
+/// Calls `body(index, chunk)` on every whole chunk, over the threads if there are several tasks.
+fn for_chunks<T: Send>(
+    values: &mut [T],
+    chunk_len: usize,
+    n_tasks: usize,
+    body: impl Fn(usize, &mut [T]) + Sync + Send,
+) {
+    let (n_chunks, parts) = (values.len() / chunk_len, Disjoint::new(values));
+    parallel::spread(n_chunks, n_tasks > 1, |index| {
+        // SAFETY: chunks do not overlap, and each is visited once.
+        body(index, unsafe { parts.part(index * chunk_len..(index + 1) * chunk_len) });
     });
-    lines
 }
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::{Strategy, prop_assert_eq, prop_oneof, proptest};
+    use proptest::prelude::{Strategy, prop_assert, prop_assert_eq, prop_oneof, proptest};
 
     use super::*;
     use crate::isa;
     use crate::testing::{bits, in_pool, noise};
 
+    fn product(a: Left<'_>, b: &[f32], n: usize, dtype: Dtype, out: &mut [f32]) {
+        PlainProduct { a, b, n, dtype, onto: false }.run(out);
+    }
+
     #[test]
     fn transposes_and_empty_sums_multiply_as_on_paper() {
         let (a, b) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, -1.0, 0.5, 2.0]);
-        let mut out = [f32::NAN; 6];
-        product(Left::Transposed(&a), &b, 2, &mut out);
-        assert_eq!(out, [3.0, 7.0, 4.5, 8.0, 6.0, 9.0]);
-        product(Left::Plain(&a), &b, 2, &mut out);
-        assert_eq!(out, [2.0, 3.0, 5.0, 5.0, 8.0, 7.0]);
-        product(Left::Transposed(&[]), &[], 2, &mut out);
-        assert_eq!(out, [0.0; 6]);
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            let mut out = [f32::NAN; 6];
+            product(Left::Transposed(&a), &b, 2, dtype, &mut out);
+            assert_eq!(out, [3.0, 7.0, 4.5, 8.0, 6.0, 9.0]);
+            product(Left::Plain(&a), &b, 2, dtype, &mut out);
+            assert_eq!(out, [2.0, 3.0, 5.0, 5.0, 8.0, 7.0]);
+            PlainProduct { a: Left::Plain(&a), b: &b, n: 2, dtype, onto: true }.run(&mut out);
+            assert_eq!(out, [4.0, 6.0, 10.0, 10.0, 16.0, 14.0]);
+            PlainProduct { a: Left::Plain(&[]), b: &[], n: 2, dtype, onto: true }.run(&mut out);
+            assert_eq!(out, [4.0, 6.0, 10.0, 10.0, 16.0, 14.0]);
+            product(Left::Transposed(&[]), &[], 2, dtype, &mut out);
+            assert_eq!(out, [0.0; 6]);
+        }
     }
 
     /// Rows, depth and columns; the last are deep enough to be cut.
@@ -96,23 +256,48 @@ mod tests {
         ]
     }
 
+    fn transpose(a: &[f32], m: usize, k: usize) -> Vec<f32> {
+        (0..k * m).map(|i| a[i % m * k + i / m]).collect()
+    }
+
     proptest! {
         #[test]
-        fn a_product_is_one_chain_over_k((m, k, n) in shape()) {
-            let (a, b) = (noise(m * k, 1), noise(k * n, 2));
-            let transposed: Vec<f32> = (0..k * m).map(|i| a[i % m * k + i / m]).collect();
+        fn a_product_is_one_chain_over_k((m, k, n) in shape(), onto: bool) {
+            let (a, b, first) = (noise(m * k, 1), noise(k * n, 2), noise(m * n, 3));
+            let transposed = transpose(&a, m, k);
             let fused = isa::level() != isa::Level::Baseline || isa::BASELINE_FMA;
             let chain = |row: usize, column: usize| {
-                (0..k).fold(0.0_f32, |sum, i| {
+                let first = if onto { first[row * n + column] } else { 0.0 };
+                (0..k).fold(first, |sum, i| {
                     let (a, b) = (a[row * k + i], b[i * n + column]);
                     if fused { a.mul_add(b, sum) } else { sum + a * b }
                 })
             };
             let expected: Vec<f32> = (0..m * n).map(|i| chain(i / n, i % n)).collect();
             for (threads, a) in [(1, Left::Plain(&a)), (2, Left::Plain(&a)), (2, Left::Transposed(&transposed))] {
-                let mut out = vec![f32::NAN; m * n];
-                in_pool(threads, || product(a, &b, n, &mut out));
+                let mut out = if onto { first.clone() } else { vec![f32::NAN; m * n] };
+                let product = PlainProduct { a, b: &b, n, dtype: Dtype::F32, onto };
+                in_pool(threads, || product.run(&mut out));
                 prop_assert_eq!(bits(&out), bits(&expected));
+            }
+        }
+
+        #[test]
+        fn a_bf16_product_rounds_its_operands_and_nothing_else((m, k, n) in shape(), threads in 1_usize..3) {
+            let round = |values: Vec<f32>| -> Vec<f32> {
+                values.into_iter().map(|x| half::bf16::from_f32(x).to_f32()).collect()
+            };
+            let (a, b) = (noise(m * k, 1), noise(k * n, 2));
+            let (transposed, mut plain, mut out) = (transpose(&a, m, k), vec![f32::NAN; m * n], vec![f32::NAN; m * n]);
+            in_pool(threads, || {
+                product(Left::Plain(&a), &b, n, Dtype::Bf16, &mut plain);
+                product(Left::Transposed(&transposed), &b, n, Dtype::Bf16, &mut out);
+            });
+            prop_assert_eq!(bits(&out), bits(&plain));
+            product(Left::Plain(&round(a)), &round(b), n, Dtype::F32, &mut out);
+            for (plain, exact) in plain.iter().zip(out) {
+                // Sums of products of numbers below 1.
+                prop_assert!((plain - exact).abs() <= 1e-6 * (k as f32 + 1.0), "{plain}, not {exact}");
             }
         }
     }

@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::bf16;
 use crate::isa::{Isa, Lanes, multiversion, prefetch};
 use crate::parallel::Disjoint;
+use crate::scratch::Plain;
 
 /// Output columns of a panel.
 pub(super) const LANES: usize = 16;
@@ -24,10 +25,15 @@ const MANY_PANELS: usize = 8;
 #[repr(C, align(64))]
 pub(super) struct Line<W>(pub(super) [W; LANES]);
 
+// SAFETY: a line is sixteen words, and those of the kernels are f32 or u32.
+unsafe impl<W: Plain> Plain for Line<W> {}
+
 /// One product `y = x Wᵀ + bias`, to be worked on by tiles. A word is one f32 or two bf16 along `K`.
 pub(super) struct Job<'a, W> {
-    /// `[T, depth]`; `[depth, T]` for the kernels called transposed.
+    /// `[T, depth]`, or `[T/8, depth, 8]` if `blocked`.
     pub(super) x: &'a [W],
+    /// Whether eight rows of `x` lie side by side: a matrix that is read as its transpose.
+    pub(super) blocked: bool,
     /// `[N/16, depth]`.
     pub(super) lines: &'a [Line<W>],
     /// Words along `K`, at least one.
@@ -48,6 +54,7 @@ impl<W> Job<'_, W> {
     /// # Panics
     /// If the operands do not fit `n_rows` rows.
     pub(super) fn check(&self, n_rows: usize) {
+        let n_rows = if self.blocked { n_rows.next_multiple_of(TILE_ROWS) } else { n_rows };
         assert_eq!(self.x.len(), n_rows * self.depth, "activations are [{n_rows}, {}] words", self.depth);
         assert_eq!(self.lines.len(), self.n.div_ceil(LANES) * self.depth);
     }
@@ -83,17 +90,7 @@ multiversion! {
 
 #[inline(always)]
 pub(super) fn run_f32_body<I: Isa>(job: &Job<'_, f32>, tile: &Tile) {
-    run::<F32<I>, false>(job, tile);
-}
-
-multiversion! {
-    /// [`run_f32`] with `x` as its transpose, `[depth, T]`.
-    pub(super) fn run_f32_transposed(job: &Job<'_, f32>, tile: &Tile) = run_f32_transposed_body;
-}
-
-#[inline(always)]
-fn run_f32_transposed_body<I: Isa>(job: &Job<'_, f32>, tile: &Tile) {
-    run::<F32<I>, true>(job, tile);
+    run::<F32<I>>(job, tile);
 }
 
 /// Computes `tile` of a bf16 product, natively where the machine can.
@@ -113,7 +110,7 @@ multiversion! {
 
 #[inline(always)]
 pub(super) fn run_widened_body<I: Isa>(job: &Job<'_, u32>, tile: &Tile) {
-    run::<Widened<I>, false>(job, tile);
+    run::<Widened<I>>(job, tile);
 }
 
 /// Panels that tiles of `n_rows` rows take at once: how products are best cut.
@@ -124,7 +121,16 @@ pub(super) fn strip_panels(n_rows: usize) -> usize {
 /// Depth outside, then panels, rows inside: a strip of panels stays in the second-level cache while all rows pass
 /// by. A chain that is cut here goes on from where it was, so cutting changes no bit.
 #[inline(always)]
-fn run<D: Dot, const TRANSPOSED: bool>(job: &Job<'_, D::Word>, tile: &Tile) {
+fn run<D: Dot>(job: &Job<'_, D::Word>, tile: &Tile) {
+    if job.blocked {
+        run_tile::<D, true>(job, tile);
+    } else {
+        run_tile::<D, false>(job, tile);
+    }
+}
+
+#[inline(always)]
+fn run_tile<D: Dot, const BLOCKED: bool>(job: &Job<'_, D::Word>, tile: &Tile) {
     for start in (0..job.depth).step_by(MAX_DEPTH) {
         let block = Block {
             rows: tile.rows.clone(),
@@ -133,15 +139,15 @@ fn run<D: Dot, const TRANSPOSED: bool>(job: &Job<'_, D::Word>, tile: &Tile) {
         };
         let mut panel = tile.panels.start;
         if tile.rows.len() <= FEW_ROWS {
-            panel = few_rows::<D, TRANSPOSED>(job, &block, tile.panels.clone());
+            panel = few_rows::<D, BLOCKED>(job, &block, tile.panels.clone());
         }
         while panel < tile.panels.end {
             // 4 = 2 + 2: a strip of one panel would leave the multipliers waiting for activations.
             panel += match tile.panels.end - panel {
-                _ if !D::WIDE => strip::<D, TRANSPOSED, 1>(job, &block, panel),
-                1 => strip::<D, TRANSPOSED, 1>(job, &block, panel),
-                2 | 4 => strip::<D, TRANSPOSED, 2>(job, &block, panel),
-                _ => strip::<D, TRANSPOSED, TILE_PANELS>(job, &block, panel),
+                _ if !D::WIDE => strip::<D, BLOCKED, 1>(job, &block, panel),
+                1 => strip::<D, BLOCKED, 1>(job, &block, panel),
+                2 | 4 => strip::<D, BLOCKED, 2>(job, &block, panel),
+                _ => strip::<D, BLOCKED, TILE_PANELS>(job, &block, panel),
             };
         }
     }
@@ -171,7 +177,7 @@ impl Block {
 
 /// Rows one by one, many panels at once; returns the first panel that is left.
 #[inline(always)]
-fn few_rows<D: Dot, const TRANSPOSED: bool>(
+fn few_rows<D: Dot, const BLOCKED: bool>(
     job: &Job<'_, D::Word>,
     block: &Block,
     panels: Range<usize>,
@@ -182,9 +188,9 @@ fn few_rows<D: Dot, const TRANSPOSED: bool>(
         // Nothing is fetched ahead: with so few rows reading is all there is to do, and the processor sees it coming.
         for row in block.rows.clone() {
             if D::WIDE {
-                register_tile::<D, TRANSPOSED, 1, MANY_PANELS>(job, block, (row, panel), None);
+                register_tile::<D, BLOCKED, 1, MANY_PANELS>(job, block, (row, panel), None);
             } else {
-                register_tile::<D, TRANSPOSED, 1, { MANY_PANELS / 2 }>(job, block, (row, panel), None);
+                register_tile::<D, BLOCKED, 1, { MANY_PANELS / 2 }>(job, block, (row, panel), None);
             }
         }
         panel += many;
@@ -195,7 +201,7 @@ fn few_rows<D: Dot, const TRANSPOSED: bool>(
 /// All rows of `PANELS` panels, in as few register tiles as hold them, which share the rows evenly: a tile of one or
 /// two rows has too few chains to hide the latency of an addition.
 #[inline(always)]
-fn strip<D: Dot, const TRANSPOSED: bool, const PANELS: usize>(
+fn strip<D: Dot, const BLOCKED: bool, const PANELS: usize>(
     job: &Job<'_, D::Word>,
     block: &Block,
     panel: usize,
@@ -206,16 +212,18 @@ fn strip<D: Dot, const TRANSPOSED: bool, const PANELS: usize>(
     let Range { start: mut row, end } = block.rows;
     while row < end {
         let (at, next) = ((row, panel), next.take());
-        let n_rows = (end - row).div_ceil((end - row).div_ceil(most));
+        // Rows of two blocks do not lie side by side.
+        let n_rows =
+            if BLOCKED { most.min(end - row) } else { (end - row).div_ceil((end - row).div_ceil(most)) };
         match n_rows {
-            1 => register_tile::<D, TRANSPOSED, 1, PANELS>(job, block, at, next),
-            2 => register_tile::<D, TRANSPOSED, 2, PANELS>(job, block, at, next),
-            3 => register_tile::<D, TRANSPOSED, 3, PANELS>(job, block, at, next),
-            4 => register_tile::<D, TRANSPOSED, 4, PANELS>(job, block, at, next),
-            5 if D::WIDE => register_tile::<D, TRANSPOSED, 5, PANELS>(job, block, at, next),
-            6 if D::WIDE => register_tile::<D, TRANSPOSED, 6, PANELS>(job, block, at, next),
-            7 if D::WIDE => register_tile::<D, TRANSPOSED, 7, PANELS>(job, block, at, next),
-            _ if D::WIDE => register_tile::<D, TRANSPOSED, TILE_ROWS, PANELS>(job, block, at, next),
+            1 => register_tile::<D, BLOCKED, 1, PANELS>(job, block, at, next),
+            2 => register_tile::<D, BLOCKED, 2, PANELS>(job, block, at, next),
+            3 => register_tile::<D, BLOCKED, 3, PANELS>(job, block, at, next),
+            4 => register_tile::<D, BLOCKED, 4, PANELS>(job, block, at, next),
+            5 if D::WIDE => register_tile::<D, BLOCKED, 5, PANELS>(job, block, at, next),
+            6 if D::WIDE => register_tile::<D, BLOCKED, 6, PANELS>(job, block, at, next),
+            7 if D::WIDE => register_tile::<D, BLOCKED, 7, PANELS>(job, block, at, next),
+            _ if D::WIDE => register_tile::<D, BLOCKED, TILE_ROWS, PANELS>(job, block, at, next),
             _ => unreachable!("narrow tiles have 4 rows at most"),
         }
         row += n_rows;
@@ -226,15 +234,16 @@ fn strip<D: Dot, const TRANSPOSED: bool, const PANELS: usize>(
 /// `ROWS` by `PANELS` sums in registers, each one chain over the block's depth. `next` are lines to fetch meanwhile, as
 /// many as this tile reads.
 #[inline(always)]
-fn register_tile<D: Dot, const TRANSPOSED: bool, const ROWS: usize, const PANELS: usize>(
+fn register_tile<D: Dot, const BLOCKED: bool, const ROWS: usize, const PANELS: usize>(
     job: &Job<'_, D::Word>,
     block: &Block,
     (row, panel): (usize, usize),
     next: Option<*const Line<D::Word>>,
 ) {
     let (depth, len) = (job.depth, block.depth.len());
-    let (row_step, k_step) = if TRANSPOSED { (1, job.x.len() / depth) } else { (depth, 1) };
-    let x = &job.x[row * row_step + block.depth.start * k_step..];
+    let (row_step, k_step) = if BLOCKED { (1, TILE_ROWS) } else { (depth, 1) };
+    let in_block = if BLOCKED { row % TILE_ROWS } else { 0 };
+    let x = &job.x[(row - in_block) * depth + in_block + block.depth.start * k_step..];
     let lines = &job.lines[panel * depth + block.depth.start..];
     // Checked here once: a slice a row would take the registers that hold addresses, and a check a word.
     assert!(len > 0 && (ROWS - 1) * row_step + (len - 1) * k_step < x.len());
@@ -449,7 +458,7 @@ mod x86 {
     /// Computes `tile` with `vdpbf16ps`.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")]
     pub(super) fn run_native(job: &Job<'_, u32>, tile: &Tile) {
-        run::<Native, false>(job, tile);
+        run::<Native>(job, tile);
     }
 
     /// bf16 times bf16 in pairs. Only [`run_native`] names it, so AVX512-BF16 exists where its methods run.

@@ -6,6 +6,7 @@ use proptest::prelude::{Just, Strategy, prop_assert, prop_assert_eq, prop_oneof,
 use proptest::test_runner::TestCaseResult;
 
 use super::kernel::{LANES, Line, run_bf16, run_f32, run_f32_body, run_widened, run_widened_body};
+use super::linear::Linear;
 use super::*;
 use crate::isa::{self, Baseline};
 #[cfg(target_arch = "x86_64")]
@@ -163,16 +164,8 @@ type Kernel<W> = fn(&Job<'_, W>, &Tile);
 fn by<W>(kernel: Kernel<W>, x: &[W], lines: &[Line<W>], (t, n): (usize, usize)) -> Vec<f32> {
     let mut y = vec![f32::NAN; t * n];
     let n_panels = n.div_ceil(LANES);
-    let job = Job {
-        x,
-        lines,
-        depth: lines.len() / n_panels,
-        n,
-        bias: None,
-        onto: false,
-        y: Disjoint::new(&mut y),
-        then: &[],
-    };
+    let (depth, y_parts) = (lines.len() / n_panels, Disjoint::new(&mut y));
+    let job = Job { x, blocked: false, lines, depth, n, bias: None, onto: false, y: y_parts, then: &[] };
     kernel(&job, &Tile { rows: 0..t, panels: 0..n_panels });
     y
 }
@@ -206,50 +199,41 @@ fn instruction_sets_agree() {
     }
 }
 
+/// Gradients of `sum(y * upstream)` for `y = x Wᵀ`, each added to ones.
+fn gradients((t, n, k): (usize, usize, usize), dtype: Dtype) -> [Vec<f32>; 2] {
+    let (x, w, upstream) = (noise(t * k, 1), noise(n * k, 2), noise(t * n, 3));
+    let linear = Linear { x: &x, w: &w, k, dtype };
+    let (mut x_grad, mut w_grad) = (vec![1.0; t * k], vec![1.0; n * k]);
+    linear.x_gradient(&upstream, true, &mut x_grad);
+    linear.add_w_gradient(&upstream, &mut w_grad);
+    let mut replaced = vec![f32::NAN; t * k];
+    linear.x_gradient(&upstream, false, &mut replaced);
+    assert!(replaced.iter().zip(&x_grad).all(|(replaced, onto)| (replaced + 1.0 - onto).abs() < 1e-4));
+    [x_grad, w_grad]
+}
+
 #[test]
-fn linear_has_the_bits_of_matmul_and_the_gradients_of_candle() {
+fn gradients_are_those_of_candle() {
     let (t, n, k) = (13, 21, 10);
     let x = Var::from_vec(noise(t * k, 1), (t, k), &Device::Cpu).unwrap();
     let w = Var::from_vec(noise(n * k, 2), (n, k), &Device::Cpu).unwrap();
     let upstream = Tensor::from_vec(noise(t * n, 3), (t, n), &Device::Cpu).unwrap();
-    let y = linear(&x, &w).unwrap();
-    let w_values = w.flatten_all().unwrap().to_vec1().unwrap();
-    let expected = product(&noise(t * k, 1), &PackedMatrix::pack(&w_values, n, k, Dtype::F32), None);
-    assert_eq!(bits(&y.flatten_all().unwrap().to_vec1().unwrap()), bits(&expected));
-
-    let gradients = |y: &Tensor| {
-        let store = (y * &upstream).unwrap().sum_all().unwrap().backward().unwrap();
-        [&x, &w].map(|var| store.get(var).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap())
-    };
-    let reference = x.matmul(&w.t().unwrap()).unwrap();
-    for (ours, candles) in gradients(&y).iter().flatten().zip(gradients(&reference).iter().flatten()) {
-        assert!((ours - candles).abs() <= 1e-4, "{ours}, not {candles}");
+    let store =
+        (x.matmul(&w.t().unwrap()).unwrap() * &upstream).unwrap().sum_all().unwrap().backward().unwrap();
+    let candles =
+        [&x, &w].map(|var| store.get(var).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap());
+    for (dtype, tolerance) in [(Dtype::F32, 1e-4), (Dtype::Bf16, 0.03)] {
+        let ours = gradients((t, n, k), dtype);
+        for (ours, candles) in ours.iter().flatten().zip(candles.iter().flatten()) {
+            assert!((ours - 1.0 - candles).abs() <= tolerance, "{dtype}: {ours}, not 1 and {candles}");
+        }
     }
 }
 
 #[test]
-fn linear_keeps_leading_dimensions_and_copies_strided_operands() {
-    let x =
-        Tensor::from_vec(noise(2 * 3 * 5, 1), (5, 2, 3), &Device::Cpu).unwrap().permute((1, 2, 0)).unwrap();
-    let w = Tensor::from_vec(noise(4 * 5, 2), (5, 4), &Device::Cpu).unwrap().t().unwrap();
-    let y = linear(&x, &w).unwrap();
-    assert_eq!(y.dims(), [2, 3, 4]);
-    let expected = x.contiguous().unwrap().broadcast_matmul(&w.t().unwrap()).unwrap();
-    let distance = (y - expected).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
-    assert!(distance < 1e-5);
-    assert!(linear(&x, &Tensor::zeros((4, 6), candle_core::DType::F32, &Device::Cpu).unwrap()).is_err());
-}
-
-#[test]
-fn linear_has_the_same_gradients_on_one_thread_and_on_two() {
-    let (t, n, k) = (130, 96, 160);
-    let upstream = Tensor::from_vec(noise(t * n, 3), (t, n), &Device::Cpu).unwrap();
-    let gradients = || {
-        let x = Var::from_vec(noise(t * k, 1), (t, k), &Device::Cpu).unwrap();
-        let w = Var::from_vec(noise(n * k, 2), (n, k), &Device::Cpu).unwrap();
-        let loss = (linear(&x, &w).unwrap() * &upstream).unwrap().sum_all().unwrap();
-        let store = loss.backward().unwrap();
-        [&x, &w].map(|var| bits(&store.get(var).unwrap().flatten_all().unwrap().to_vec1().unwrap()))
-    };
-    assert_eq!(in_pool(1, gradients), in_pool(2, gradients));
+fn gradients_are_the_same_on_one_thread_and_on_two() {
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let run = || gradients((130, 96, 160), dtype).map(|gradient| bits(&gradient));
+        assert_eq!(in_pool(1, run), in_pool(2, run));
+    }
 }

@@ -2,7 +2,7 @@
 
 use super::{MAX_ROWS, TILE_ROWS, Targets, activations, block_columns};
 use crate::exp::exp;
-use crate::gemm::gradient::{Left, add_product};
+use crate::gemm::gradient::{Left, PlainProduct};
 use crate::gemm::{self, PackedMatrix};
 use crate::isa::{Isa, multiversion};
 use crate::logprob::{BLOCK, EXP_WORK, inverse};
@@ -59,8 +59,9 @@ impl HeadGradient<'_> {
                 logit_grads.resize(rows.len() * columns.len(), 0.0);
                 self.logit_gradients(x, rows, block, &mut logit_grads);
                 let span = columns.start * width..columns.end * width;
-                add_product(Left::Plain(&logit_grads), &self.weight[span.clone()], width, hidden_grad);
-                add_product(Left::Transposed(&logit_grads), hidden, width, &mut weight_grad[span]);
+                let product = |a, b| PlainProduct { a, b, n: width, dtype: self.packed.dtype(), onto: true };
+                product(Left::Plain(&logit_grads), &self.weight[span.clone()]).run(hidden_grad);
+                product(Left::Transposed(&logit_grads), hidden).run(&mut weight_grad[span]);
             }
         }
     }

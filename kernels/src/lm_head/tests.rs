@@ -1,6 +1,6 @@
-use candle_core::{Device, Var};
 use proptest::prelude::{ProptestConfig, Strategy, prop_assert, prop_assert_eq, prop_oneof, proptest};
 
+use super::gradient::HeadGradient;
 use super::*;
 use crate::gemm::matmul;
 use crate::logprob::chosen_logprobs;
@@ -43,17 +43,19 @@ impl Inputs {
 
     /// Logprobs and entropies, and the gradients of hidden states and head for `pulls` `[2, T]`.
     fn op(&self, pulls: &[f32]) -> [Vec<f32>; 4] {
-        let n_rows = self.ids.len();
-        let hidden = Var::from_slice(&self.hidden, (n_rows, self.width), &Device::Cpu).unwrap();
-        let weight = Var::from_slice(&self.weight, (self.vocab(), self.width), &Device::Cpu).unwrap();
-        let (packed, ids) = (Arc::new(self.packed(Dtype::F32)), Arc::from(&self.ids[..]));
-        let (logprobs, entropies) = head_op(&hidden, &weight, packed, ids, self.temperature).unwrap();
-        let pull = |row: usize| Tensor::from_slice(&pulls[row * n_rows..][..n_rows], n_rows, &Device::Cpu);
-        let loss = (&logprobs * pull(0).unwrap()).unwrap() + (&entropies * pull(1).unwrap()).unwrap();
-        let grads = loss.unwrap().sum_all().unwrap().backward().unwrap();
-        let grad = |var: &Var| grads.get(var).unwrap().flatten_all().unwrap().to_vec1().unwrap();
-        let values = |scores: Tensor| scores.to_vec1().unwrap();
-        [values(logprobs), values(entropies), grad(&hidden), grad(&weight)]
+        let [logprobs, entropies, target_logits] = self.scores(Dtype::F32);
+        let gradient = HeadGradient {
+            hidden: &self.hidden,
+            weight: &self.weight,
+            packed: &self.packed(Dtype::F32),
+            targets: Targets { ids: &self.ids, temperature: self.temperature },
+            logprobs: &logprobs,
+            entropies: &entropies,
+            target_logits: &target_logits,
+        };
+        let (mut hidden, mut weight) = (vec![0.0; self.hidden.len()], vec![0.0; self.weight.len()]);
+        gradient.add(pulls.split_at(self.ids.len()), (&mut hidden, &mut weight));
+        [logprobs, entropies, hidden, weight]
     }
 }
 
@@ -219,8 +221,4 @@ fn what_does_not_fit_is_refused() {
     };
     assert_eq!(panic(vec![0, 5]), "target 5 of token 1 is not below 5");
     assert!(panic(vec![0]).contains("hidden states are [1, 3]"));
-    let (packed, ids) = (Arc::new(inputs.packed(Dtype::F32)), Arc::from(&inputs.ids[..]));
-    let hidden = Tensor::zeros((2, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
-    let turned = Tensor::zeros((3, 5), candle_core::DType::F32, &Device::Cpu).unwrap();
-    assert!(head_op(&hidden, &turned, packed, ids, 1.0).is_err());
 }

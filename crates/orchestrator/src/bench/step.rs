@@ -12,7 +12,7 @@ use r3_kernels::numerics::Numerics;
 use r3_model::autograd::Policy;
 use r3_recipe::algorithm::Grpo;
 use r3_recipe::learning::Train;
-use r3_recipe::rollout::{Dtype as RecipeDtype, Engine as EngineSection, InFlight};
+use r3_recipe::rollout::{Engine as EngineSection, InFlight};
 use r3_ring::frame::max_frame_bytes;
 use r3_ring::ring::Ring;
 use r3_tasks::dataset::{Dataset, Problem, Prompt};
@@ -144,7 +144,7 @@ pub fn measure(subject: &Subject, setup: &StepSetup) -> Result<StepBench, RunErr
             prompt: setup.prompt,
             new: setup.new,
             dtype: setup.dtype.to_string(),
-            train_dtype: RecipeDtype::from(setup.train.dtype).to_string(),
+            train_dtype: setup.train.dtype.to_string(),
             rounds: steps.len(),
             step_seconds: over(|step| step.rollout + step.train + step.refit),
             rollout_seconds: over(|step| step.rollout),
@@ -185,6 +185,7 @@ impl Parts {
         let objective = grpo::objective(&Grpo::default());
         let optimiser = AdamWConfig::of_train(&setup.train, setup.rounds as u64 + 1);
         let policy = Policy::load(&*subject.source, &subject.config)?;
+        let policy = policy.with_precision(setup::precision(&setup.train));
         let trainer = Trainer::new(policy, objective.clone(), optimiser, 1.0);
         let weights = trainer.policy().shared_weights();
         let worker = WorkerHandle::spawn(WorkerParts {

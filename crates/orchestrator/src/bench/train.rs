@@ -10,7 +10,6 @@ use r3_kernels::router::Routing;
 use r3_model::autograd::{Packed, Policy};
 use r3_recipe::algorithm::Dapo;
 use r3_recipe::learning::Train;
-use r3_recipe::rollout::Dtype;
 use r3_train::batch::{Batch, Group, Limits, RoutesUse, Sample};
 use r3_train::error::TrainError;
 use r3_train::objective::dapo;
@@ -24,6 +23,7 @@ use crate::bench::serving::prompt;
 use crate::bench::subject::Subject;
 use crate::error::RunError;
 use crate::run::with_deep_stack;
+use crate::setup;
 
 /// What is measured.
 #[derive(Clone, Debug, PartialEq)]
@@ -87,7 +87,8 @@ impl TrainBench {
 /// If the weights cannot be loaded or the sequences do not fit the model.
 pub fn measure(subject: &Subject, setup: &TrainSetup) -> Result<TrainBench, RunError> {
     with_deep_stack(|| {
-        let mut policy = Policy::load(&*subject.source, &subject.config)?;
+        let policy = Policy::load(&*subject.source, &subject.config)?;
+        let mut policy = policy.with_precision(setup::precision(&setup.train));
         let rollouts = roll_out(&mut policy, setup)?;
         let objective = dapo::objective(&Dapo::default());
         let steps = setup.rounds.max(1) as u64 + 1;
@@ -145,7 +146,7 @@ fn summary(setup: &TrainSetup, timed: &[StepSeconds]) -> TrainBench {
     TrainBench {
         sequences: setup.sequences,
         length: setup.length,
-        dtype: Dtype::from(setup.train.dtype).to_string(),
+        dtype: setup.train.dtype.to_string(),
         rounds: timed.len(),
         tokens_per_second: over(&|step| n_tokens / step.all()),
         forward_seconds: over(&|step| step.forward),

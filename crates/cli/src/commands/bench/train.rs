@@ -1,7 +1,6 @@
 //! `r3 bench train`: tokens learned from a second.
 
 use clap::value_parser;
-use r3_kernels::gemm::Dtype;
 use r3_orchestrator::bench::train::{TrainSetup, measure};
 use r3_recipe::learning::Train;
 
@@ -37,10 +36,7 @@ pub(super) struct Args {
 
 impl Args {
     pub(super) fn execute(&self) -> Result<(), CliError> {
-        if Dtype::from(self.dtype) != Dtype::F32 {
-            return Err(CliError::TrainerDtype);
-        }
-        let mut train = Train::default();
+        let mut train = Train { dtype: self.dtype.into(), ..Train::default() };
         if let Some(tokens) = self.micro_batch_tokens {
             train.micro_batch_tokens = tokens as usize;
         }

@@ -3,7 +3,8 @@
 use std::hint::black_box;
 
 use r3_kernels::adamw::{AdamwStep, adamw};
-use r3_kernels::attention::{Heads, KvCache, PagedSequence, packed_attention, paged_attention};
+use r3_kernels::attention::packed::PackedAttention;
+use r3_kernels::attention::{Heads, KvCache, PagedSequence, paged_attention};
 use r3_kernels::experts::{self, ExpertDims, ExpertScratch, Experts, Routed};
 use r3_kernels::gemm::{Dtype, PackedMatrix, matmul};
 use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
@@ -183,8 +184,9 @@ fn packed() -> Vec<Case> {
         let (mut out, lengths) = (vec![0.0; q.len()], vec![length; sequences]);
         let pairs = sequences * length * (length + 1) / 2;
         let costs = (4 * pairs * n_heads * head_dim, (q.len() + 2 * kv.len()) * F32);
+        let mut attention = PackedAttention::new(HEADS, Dtype::F32);
         Case::new(format!("{sequences} sequences of {length}"), Dtype::F32, costs, move || {
-            packed_attention(black_box(&q), (&kv, &kv), &lengths, HEADS, black_box(&mut out));
+            attention.forward(black_box(&q), (&kv, &kv), &lengths, black_box(&mut out));
         })
     };
     [(8, 256), (32, 64)].map(case).into()

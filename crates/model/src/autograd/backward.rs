@@ -1,0 +1,253 @@
+//! Gradients, running back over the tape.
+
+use std::sync::Arc;
+
+use r3_kernels::experts::trained::{ExpertGrads, ExpertOperands, ExpertTrace};
+use r3_kernels::gemm::linear::Linear;
+use r3_kernels::residual;
+use r3_kernels::rms_norm::RmsNorm;
+use r3_kernels::rope::rope_backward;
+use r3_kernels::router::{Choice, Gated, Routing};
+use r3_kernels::swiglu::silu_mul_backward;
+
+use super::PackedSequences;
+use super::params::{ExpertsId, ParamId};
+use super::tape::{Node, NodeId, Op, Projection, Tape};
+use crate::error::ModelError;
+use crate::executor::{Executor, Weights};
+use crate::forward::decoder_layer;
+use crate::rows::Rows;
+
+/// What a backward pass reads beside the tape, and where it adds up.
+pub(super) struct Backward<'a> {
+    pub(super) weights: &'a Weights<Tape>,
+    pub(super) attend: &'a mut PackedSequences,
+    /// Per MoE layer, the gradient `[T, E]` that the loss has with respect to the router's logits.
+    pub(super) score_grads: &'a [Option<Vec<f32>>],
+    /// By parameter.
+    pub(super) gradients: &'a mut [Vec<f32>],
+}
+
+impl Backward<'_> {
+    /// Takes nodes off `tape` until `len` are left, handing each one's gradient on.
+    pub(super) fn run(&mut self, tape: &mut Tape, len: usize) -> Result<(), ModelError> {
+        while tape.nodes.len() > len {
+            let Node { op, rows, grad } = tape.nodes.pop().expect("more than `len`");
+            if let Op::Layer { index } = op {
+                tape.pool.release(rows);
+                self.run_again(tape, index, grad)?;
+                continue;
+            }
+            if let Some(grad) = grad {
+                self.step(tape, &op, &rows, &grad)?;
+                tape.recycle(grad);
+            }
+            if let Op::Experts { trace, .. } = op {
+                tape.traces.push(trace);
+            }
+            tape.pool.release(rows);
+        }
+        Ok(())
+    }
+
+    /// Runs layer `index` a second time on the experts of the first, and back.
+    fn run_again(
+        &mut self,
+        tape: &mut Tape,
+        index: usize,
+        grad: Option<Arc<Rows>>,
+    ) -> Result<(), ModelError> {
+        let (weights, len) = (self.weights, tape.nodes.len());
+        let moe_layer = weights.config.is_moe[..index].iter().filter(|&&is_moe| is_moe).count();
+        let routes = std::mem::take(&mut tape.routes);
+        let mut routing = Routing::Replay { ids: &routes, native: None };
+        let layer = (index, &weights.layers[index]);
+        let input = [NodeId(len - 2), NodeId(len - 1)];
+        let [x, y] = decoder_layer(tape, layer, input, self.attend, (moe_layer, &mut routing))?;
+        let y = tape.add(x, y)?;
+        tape.routes = routes;
+        tape.nodes[y.0].grad = grad;
+        self.run(tape, len)
+    }
+
+    fn step(&mut self, tape: &mut Tape, op: &Op, rows: &Rows, grad: &Arc<Rows>) -> Result<(), ModelError> {
+        match op {
+            Op::Embed { table, tokens } => {
+                let (width, table) = (grad.width(), &mut self.gradients[table.0]);
+                for (row, token) in grad.values().chunks_exact(width).zip(tokens.iter()) {
+                    residual::add(row, &mut table[token.index() * width..][..width]);
+                }
+            }
+            Op::RmsNorm { x, weight } => self.rms_norm(tape, (*x, *weight), grad.values())?,
+            Op::Linear { x, projection } => self.linear(tape, (*x, *projection), grad)?,
+            Op::NormRope { x, weight } => {
+                let mut turned = tape.pool.take(grad.rows(), grad.width());
+                turned.values_mut().copy_from_slice(grad.values());
+                rope_backward(turned.values_mut(), &self.attend.positions, &tape.rope);
+                self.rms_norm(tape, (*x, *weight), turned.values())?;
+                tape.pool.release(turned);
+            }
+            Op::Attend { qkv } => self.attend(tape, *qkv, grad),
+            Op::Route { scores, layer, choice } => {
+                let gated = (choice, rows.values());
+                self.route(tape, (*scores, *layer), gated, grad.values());
+            }
+            Op::Experts { x, gates, experts, trace } => {
+                self.experts(tape, (*x, *gates), (*experts, trace), grad)?;
+            }
+            Op::SiluMul { x } => {
+                let mut x_grad = tape.fresh_grad(*x);
+                silu_mul_backward(tape.values(*x), grad.values(), grad.width(), x_grad.values_mut());
+                tape.set_grad(*x, x_grad);
+            }
+            Op::Add { x, y } => {
+                tape.share_grad(*x, grad);
+                tape.share_grad(*y, grad);
+            }
+            Op::Layer { .. } => unreachable!("a layer runs again"),
+        }
+        Ok(())
+    }
+
+    /// Of every row of `grad.len() / width`, which need not be a token's.
+    fn rms_norm(
+        &mut self,
+        tape: &mut Tape,
+        (x, weight): (NodeId, ParamId),
+        grad: &[f32],
+    ) -> Result<(), ModelError> {
+        let (mut x_grad, onto) = tape.take_grad(x);
+        let values = tape.params.values(weight)?;
+        let norm = RmsNorm { x: tape.values(x), weight: &values, eps: tape.constants.eps };
+        norm.backward(grad, onto, x_grad.values_mut(), &mut self.gradients[weight.0]);
+        drop(values);
+        tape.set_grad(x, x_grad);
+        Ok(())
+    }
+
+    fn linear(
+        &mut self,
+        tape: &mut Tape,
+        (x, projection): (NodeId, Projection),
+        grad: &Rows,
+    ) -> Result<(), ModelError> {
+        let Projection { weight, bias } = projection;
+        let (mut x_grad, onto) = tape.take_grad(x);
+        let values = tape.params.values(weight)?;
+        let (k, dtype) = (x_grad.width(), tape.params.dtype(weight));
+        let linear = Linear { x: tape.values(x), w: &values, k, dtype };
+        linear.x_gradient(grad.values(), onto, x_grad.values_mut());
+        linear.add_w_gradient(grad.values(), &mut self.gradients[weight.0]);
+        drop(values);
+        tape.set_grad(x, x_grad);
+        if let Some(bias) = bias {
+            for row in grad.values().chunks_exact(grad.width()) {
+                residual::add(row, &mut self.gradients[bias.0]);
+            }
+        }
+        Ok(())
+    }
+
+    fn attend(&mut self, tape: &mut Tape, qkv: [NodeId; 3], grad: &Rows) {
+        let mut grads = qkv.map(|id| tape.fresh_grad(id));
+        let values = qkv.map(|id| tape.nodes[id.0].rows.values());
+        let out = grads.each_mut().map(Rows::values_mut);
+        tape.attention.backward(values, &self.attend.lengths, grad.values(), out);
+        for (id, grad) in qkv.into_iter().zip(grads) {
+            tape.set_grad(id, grad);
+        }
+    }
+
+    fn route(
+        &mut self,
+        tape: &mut Tape,
+        (scores, layer): (NodeId, usize),
+        (choice, gates): (&Choice, &[f32]),
+        grad: &[f32],
+    ) {
+        let mut scores_grad = tape.fresh_grad(scores);
+        match &self.score_grads[layer] {
+            Some(of_loss) => scores_grad.values_mut().copy_from_slice(of_loss),
+            None => scores_grad.values_mut().fill(0.0),
+        }
+        let gated = Gated { scores: tape.values(scores), config: tape.constants.router, choice, gates };
+        gated.add_scores_gradient(grad, scores_grad.values_mut());
+        tape.set_grad(scores, scores_grad);
+    }
+
+    fn experts(
+        &mut self,
+        tape: &mut Tape,
+        (x, gates): (NodeId, NodeId),
+        (experts, trace): (ExpertsId, &ExpertTrace),
+        grad: &Rows,
+    ) -> Result<(), ModelError> {
+        let (mut x_grad, mut gates_grad) = (tape.fresh_grad(x), tape.fresh_grad(gates));
+        let [gate_up, down] = tape.params.expert_params(experts);
+        let dims = tape.params.expert_dims(experts)?;
+        let (gate_up_values, down_values) = (tape.params.values(gate_up)?, tape.params.values(down)?);
+        let operands = ExpertOperands {
+            x: tape.values(x),
+            gates: tape.values(gates),
+            gate_up: &gate_up_values,
+            down: &down_values,
+            width: dims.width,
+            inter: dims.inter,
+            dtype: tape.params.dtype(gate_up),
+        };
+        let [gate_up, down] =
+            self.gradients.get_disjoint_mut([gate_up.0, down.0]).expect("two parameters of the model");
+        let out = ExpertGrads { x: x_grad.values_mut(), gates: gates_grad.values_mut(), gate_up, down };
+        trace.backward(&operands, grad.values(), out);
+        drop((gate_up_values, down_values));
+        tape.set_grad(x, x_grad);
+        tape.set_grad(gates, gates_grad);
+        Ok(())
+    }
+}
+
+impl Tape {
+    /// What is known of a node's gradient and whether that is anything, in rows of its own: to be put back with
+    /// [`Self::set_grad`].
+    fn take_grad(&mut self, id: NodeId) -> (Rows, bool) {
+        match self.nodes[id.0].grad.take() {
+            None => (self.fresh_grad(id), false),
+            Some(grad) => match Arc::try_unwrap(grad) {
+                Ok(grad) => (grad, true),
+                Err(shared) => {
+                    let mut own = self.fresh_grad(id);
+                    own.values_mut().copy_from_slice(shared.values());
+                    (own, true)
+                }
+            },
+        }
+    }
+
+    /// Rows for the gradient of a node that has none, holding whatever was there.
+    fn fresh_grad(&mut self, id: NodeId) -> Rows {
+        let node = &self.nodes[id.0];
+        assert!(node.grad.is_none(), "who replaces a gradient goes first");
+        self.pool.take(node.rows.rows(), node.rows.width())
+    }
+
+    fn set_grad(&mut self, id: NodeId, grad: Rows) {
+        self.nodes[id.0].grad = Some(Arc::new(grad));
+    }
+
+    /// Adds `grad` to that of a node, without a copy if it had none.
+    fn share_grad(&mut self, id: NodeId, grad: &Arc<Rows>) {
+        if self.nodes[id.0].grad.is_none() {
+            self.nodes[id.0].grad = Some(grad.clone());
+            return;
+        }
+        let (mut own, _) = self.take_grad(id);
+        residual::add(grad.values(), own.values_mut());
+        self.set_grad(id, own);
+    }
+
+    fn recycle(&mut self, grad: Arc<Rows>) {
+        if let Ok(rows) = Arc::try_unwrap(grad) {
+            self.pool.release(rows);
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! The trained tensors, and packed copies of them that live as long as a version of the weights.
+
+use std::ops::Deref;
+
+use candle_core::{Device, Tensor, Var};
+use r3_kernels::experts::{ExpertDims, Experts};
+use r3_kernels::gemm::{Dtype, PackedMatrix};
+
+use super::values::values;
+use crate::error::ModelError;
+use crate::executor::Named;
+use crate::source::stays_f32;
+
+/// A tensor among the trained ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ParamId(pub(super) usize);
+
+/// The experts of a layer among all.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertsId(usize);
+
+/// The trained tensors in f32, and what products take.
+#[derive(Debug)]
+pub(super) struct Params {
+    dtype: Dtype,
+    /// Counts changes of the weights.
+    version: u64,
+    vars: Vec<(String, Var)>,
+    matrices: Vec<Packed<PackedMatrix>>,
+    experts: Vec<LayerExperts>,
+}
+
+/// A packed copy and the version of the weights it is of.
+#[derive(Debug)]
+struct Packed<P> {
+    copy: Option<P>,
+    version: u64,
+}
+
+impl<P> Default for Packed<P> {
+    fn default() -> Self {
+        Self { copy: None, version: 0 }
+    }
+}
+
+impl<P> Packed<P> {
+    /// The copy of `version`: packed if there is none, else repacked into the same memory if it is of another version.
+    fn get(&mut self, version: u64, pack: impl FnOnce() -> P, repack: impl FnOnce(&mut P)) -> &P {
+        if let Some(copy) = self.copy.as_mut().filter(|_| self.version != version) {
+            repack(copy);
+        }
+        self.version = version;
+        self.copy.get_or_insert_with(pack)
+    }
+}
+
+#[derive(Debug)]
+struct LayerExperts {
+    gate_up: ParamId,
+    down: ParamId,
+    packed: Packed<Experts>,
+}
+
+impl Params {
+    pub(super) fn new(dtype: Dtype) -> Self {
+        Self { dtype, version: 0, vars: Vec::new(), matrices: Vec::new(), experts: Vec::new() }
+    }
+
+    /// Packs everything anew, in `dtype`.
+    pub(super) fn set_dtype(&mut self, dtype: Dtype) {
+        self.dtype = dtype;
+        self.matrices.iter_mut().for_each(|packed| *packed = Packed::default());
+        self.experts.iter_mut().for_each(|layer| layer.packed = Packed::default());
+    }
+
+    pub(super) fn add(&mut self, tensor: Named<'_>) -> Result<ParamId, ModelError> {
+        let var = Var::from_slice(tensor.values, tensor.shape, &Device::Cpu)?;
+        self.vars.push((tensor.name.to_owned(), var));
+        self.matrices.push(Packed::default());
+        Ok(ParamId(self.vars.len() - 1))
+    }
+
+    pub(super) fn add_experts(&mut self, gate_up: ParamId, down: ParamId) -> ExpertsId {
+        self.experts.push(LayerExperts { gate_up, down, packed: Packed::default() });
+        ExpertsId(self.experts.len() - 1)
+    }
+
+    pub(super) fn vars(&self) -> &[(String, Var)] {
+        &self.vars
+    }
+
+    /// Says that weights have changed, so no packed copy is theirs.
+    pub(super) fn changed(&mut self) {
+        self.version += 1;
+    }
+
+    pub(super) fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// What products with a tensor round their operands to.
+    pub(super) fn dtype(&self, id: ParamId) -> Dtype {
+        if stays_f32(&self.vars[id.0].0) { Dtype::F32 } else { self.dtype }
+    }
+
+    fn tensor(&self, id: ParamId) -> &Tensor {
+        self.vars[id.0].1.as_tensor()
+    }
+
+    pub(super) fn values(&self, id: ParamId) -> Result<impl Deref<Target = [f32]>, ModelError> {
+        Ok(values(self.tensor(id))?)
+    }
+
+    /// Rows and columns of a matrix.
+    pub(super) fn shape(&self, id: ParamId) -> Result<(usize, usize), ModelError> {
+        Ok(self.tensor(id).dims2()?)
+    }
+
+    /// The matrix as products take it.
+    pub(super) fn matrix(&mut self, id: ParamId) -> Result<&PackedMatrix, ModelError> {
+        Ok(self.both(id)?.1)
+    }
+
+    /// A matrix as it is and as products take it.
+    pub(super) fn both(
+        &mut self,
+        id: ParamId,
+    ) -> Result<(impl Deref<Target = [f32]>, &PackedMatrix), ModelError> {
+        let ((n, k), dtype) = (self.shape(id)?, self.dtype(id));
+        let w = values(self.vars[id.0].1.as_tensor())?;
+        let pack = || PackedMatrix::pack(&w, n, k, dtype);
+        let packed = self.matrices[id.0].get(self.version, pack, |copy| copy.repack(&w));
+        Ok((w, packed))
+    }
+
+    /// The experts as products take them.
+    pub(super) fn experts(&mut self, id: ExpertsId) -> Result<&Experts, ModelError> {
+        let (dims, version, dtype) = (self.expert_dims(id)?, self.version, self.dtype);
+        let LayerExperts { gate_up, down, packed } = &mut self.experts[id.0];
+        let [gate_up, down] = [*gate_up, *down].map(|id| values(self.vars[id.0].1.as_tensor()));
+        let (gate_up, down) = (gate_up?, down?);
+        let repack = |experts: &mut Experts| {
+            experts.repack_gate_up(&gate_up);
+            experts.repack_down(&down);
+        };
+        Ok(packed.get(version, || Experts::pack(&gate_up, &down, dims, dtype), repack))
+    }
+
+    /// Gate-up and down weights.
+    pub(super) fn expert_params(&self, id: ExpertsId) -> [ParamId; 2] {
+        [self.experts[id.0].gate_up, self.experts[id.0].down]
+    }
+
+    pub(super) fn expert_dims(&self, id: ExpertsId) -> Result<ExpertDims, ModelError> {
+        let (n_experts, width, inter) = self.tensor(self.experts[id.0].down).dims3()?;
+        Ok(ExpertDims { n_experts, width, inter })
+    }
+}

@@ -1,0 +1,328 @@
+//! The trainer's executor: it runs the engine's kernels and remembers what it ran, so that gradients can run back.
+//!
+//! The tape is a stack. A node is the result of one operation, of which every input lies further down; so gradients run
+//! back by taking nodes off the top, and what a node holds is free for the next one as soon as it is off.
+
+use std::sync::Arc;
+
+use half::bf16;
+use r3_core::ids::TokenId;
+use r3_kernels::attention::packed::PackedAttention;
+use r3_kernels::experts::Routed;
+use r3_kernels::experts::trained::ExpertTrace;
+use r3_kernels::gemm::{Dtype, matmul};
+use r3_kernels::residual;
+use r3_kernels::rms_norm::rms_norm;
+use r3_kernels::rope::{RopeTable, rope};
+use r3_kernels::router::{Choice, Routing, choose, gates};
+use r3_kernels::swiglu::silu_mul;
+
+use super::params::{ExpertsId, ParamId, Params};
+use super::{PackedSequences, Precision};
+use crate::config::ModelConfig;
+use crate::error::ModelError;
+use crate::executor::{BuildWeights, Constants, Executor, Named, check_vocabulary};
+use crate::rows::{Pool, Rows};
+
+/// A projection's tensors.
+#[derive(Clone, Copy, Debug)]
+pub struct Projection {
+    pub(super) weight: ParamId,
+    pub(super) bias: Option<ParamId>,
+}
+
+/// A node of the tape, counted from the bottom.
+#[derive(Clone, Copy, Debug)]
+pub struct NodeId(pub(super) usize);
+
+/// A layer's choice with its gates `[T, K]`: a node that the router made.
+#[derive(Clone, Copy, Debug)]
+pub struct RouteId(NodeId);
+
+/// What made a node.
+#[derive(Debug)]
+pub(super) enum Op {
+    Embed {
+        table: ParamId,
+        tokens: Arc<[TokenId]>,
+    },
+    RmsNorm {
+        x: NodeId,
+        weight: ParamId,
+    },
+    Linear {
+        x: NodeId,
+        projection: Projection,
+    },
+    NormRope {
+        x: NodeId,
+        weight: ParamId,
+    },
+    Attend {
+        qkv: [NodeId; 3],
+    },
+    Route {
+        scores: NodeId,
+        layer: usize,
+        choice: Choice,
+    },
+    Experts {
+        x: NodeId,
+        gates: NodeId,
+        experts: ExpertsId,
+        trace: ExpertTrace,
+    },
+    SiluMul {
+        x: NodeId,
+    },
+    Add {
+        x: NodeId,
+        y: NodeId,
+    },
+    /// A whole layer, to be run again. The two nodes below are its input and the norm of that.
+    Layer {
+        index: usize,
+    },
+}
+
+/// The result of an operation.
+#[derive(Debug)]
+pub(super) struct Node {
+    pub(super) op: Op,
+    pub(super) rows: Rows,
+    /// What is known of its gradient. The two summands of a sum share theirs.
+    pub(super) grad: Option<Arc<Rows>>,
+}
+
+/// Runs the model on reused buffers and keeps what gradients need.
+#[derive(Debug)]
+pub struct Tape {
+    pub(super) rope: RopeTable,
+    pub(super) constants: Constants,
+    pub(super) params: Params,
+    pub(super) attention: PackedAttention,
+    pub(super) pool: Pool,
+    /// Traces that are free.
+    pub(super) traces: Vec<ExpertTrace>,
+    pub(super) nodes: Vec<Node>,
+    /// Whether layers keep their input alone and run again when gradients need the rest.
+    recompute: bool,
+    /// Where the nodes of the layer that is running start.
+    layer_start: usize,
+    /// Layers that ended.
+    n_layers: usize,
+    /// The experts of this pass, `[L, T, K]`: what a layer that runs again replays.
+    pub(super) routes: Vec<u16>,
+    /// Router logits of this pass, `[T, E]` a MoE layer.
+    pub(super) router_scores: Vec<Vec<f32>>,
+}
+
+impl Tape {
+    pub(super) fn new(config: &ModelConfig) -> Self {
+        let Precision { dtype, recompute } = Precision::default();
+        Self {
+            rope: RopeTable::new(config.rope_theta, config.head_dim, config.max_positions),
+            constants: Constants { eps: config.rms_norm_eps, router: config.router() },
+            params: Params::new(dtype),
+            attention: PackedAttention::new(config.heads(), dtype),
+            pool: Pool::default(),
+            traces: Vec::new(),
+            nodes: Vec::new(),
+            recompute,
+            layer_start: 2,
+            n_layers: 0,
+            routes: Vec::new(),
+            router_scores: Vec::new(),
+        }
+    }
+
+    pub(super) fn set_precision(&mut self, config: &ModelConfig, precision: Precision) {
+        self.clear();
+        self.params.set_dtype(precision.dtype);
+        self.attention = PackedAttention::new(config.heads(), precision.dtype);
+        self.recompute = precision.recompute;
+    }
+
+    /// Forgets the last pass.
+    pub(super) fn clear(&mut self) {
+        self.truncate(0);
+        self.routes.clear();
+        self.router_scores.clear();
+        (self.layer_start, self.n_layers) = (2, 0);
+    }
+
+    /// Forgets what layer `index` made but for the residual stream it ends with and its norm.
+    fn keep_ends(&mut self, index: usize) -> [NodeId; 2] {
+        let norm = self.nodes.pop().expect("a layer ends with a norm");
+        let stream = self.nodes.pop().expect("of a sum");
+        let Op::RmsNorm { weight, .. } = norm.op else { unreachable!("a layer ends with a norm") };
+        self.truncate(self.layer_start);
+        let x = self.push(Op::Layer { index }, stream.rows);
+        [x, self.push(Op::RmsNorm { x, weight }, norm.rows)]
+    }
+
+    /// Takes nodes off the top until `len` are left.
+    pub(super) fn truncate(&mut self, len: usize) {
+        for node in self.nodes.drain(len.min(self.nodes.len())..) {
+            if let Op::Experts { trace, .. } = node.op {
+                self.traces.push(trace);
+            }
+            self.pool.release(node.rows);
+        }
+    }
+
+    pub(super) fn values(&self, id: NodeId) -> &[f32] {
+        self.nodes[id.0].rows.values()
+    }
+
+    /// Room for the result of an operation on the tokens of `x`.
+    fn like(&mut self, x: NodeId, width: usize) -> Rows {
+        let rows = self.nodes[x.0].rows.rows();
+        self.pool.take(rows, width)
+    }
+
+    fn width(&self, x: NodeId) -> usize {
+        self.nodes[x.0].rows.width()
+    }
+
+    fn push(&mut self, op: Op, rows: Rows) -> NodeId {
+        self.nodes.push(Node { op, rows, grad: None });
+        NodeId(self.nodes.len() - 1)
+    }
+}
+
+impl Executor for Tape {
+    type Act = NodeId;
+    type Matrix = Projection;
+    type Vector = ParamId;
+    type Experts = ExpertsId;
+    type Routed = RouteId;
+    type Attend<'a> = PackedSequences;
+
+    fn embed(&mut self, table: &Projection, tokens: &[TokenId]) -> Result<NodeId, ModelError> {
+        let (vocab_size, width) = self.params.shape(table.weight)?;
+        check_vocabulary(tokens, vocab_size)?;
+        let mut out = self.pool.take(tokens.len(), width);
+        let weight = self.params.values(table.weight)?;
+        for (row, token) in out.values_mut().chunks_exact_mut(width).zip(tokens) {
+            row.copy_from_slice(&weight[token.index() * width..][..width]);
+        }
+        if self.params.dtype(table.weight) == Dtype::Bf16 {
+            out.values_mut().iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+        }
+        drop(weight);
+        Ok(self.push(Op::Embed { table: table.weight, tokens: tokens.into() }, out))
+    }
+
+    fn rms_norm(&mut self, x: &NodeId, weight: &ParamId) -> Result<NodeId, ModelError> {
+        let mut out = self.like(*x, self.width(*x));
+        rms_norm(self.values(*x), &self.params.values(*weight)?, self.constants.eps, out.values_mut());
+        Ok(self.push(Op::RmsNorm { x: *x, weight: *weight }, out))
+    }
+
+    fn linear(&mut self, x: &NodeId, projection: &Projection) -> Result<NodeId, ModelError> {
+        let (n, _) = self.params.shape(projection.weight)?;
+        let mut out = self.like(*x, n);
+        let Self { params, nodes, .. } = self;
+        let bias =
+            projection.bias.map(|bias| Ok::<_, ModelError>(params.values(bias)?.to_vec())).transpose()?;
+        let x_values = nodes[x.0].rows.values();
+        matmul(x_values, params.matrix(projection.weight)?, bias.as_deref(), out.values_mut());
+        Ok(self.push(Op::Linear { x: *x, projection: *projection }, out))
+    }
+
+    fn norm_rope(
+        &mut self,
+        x: NodeId,
+        weight: &ParamId,
+        attend: &PackedSequences,
+    ) -> Result<NodeId, ModelError> {
+        let mut out = self.like(x, self.width(x));
+        rms_norm(self.values(x), &self.params.values(*weight)?, self.constants.eps, out.values_mut());
+        rope(out.values_mut(), &attend.positions, &self.rope);
+        Ok(self.push(Op::NormRope { x, weight: *weight }, out))
+    }
+
+    fn attend(
+        &mut self,
+        _layer: usize,
+        qkv: [NodeId; 3],
+        attend: &mut PackedSequences,
+    ) -> Result<NodeId, ModelError> {
+        let mut out = self.like(qkv[0], self.width(qkv[0]));
+        let [q, k, v] = qkv.map(|id| self.nodes[id.0].rows.values());
+        self.attention.forward(q, (k, v), &attend.lengths, out.values_mut());
+        Ok(self.push(Op::Attend { qkv }, out))
+    }
+
+    fn route(
+        &mut self,
+        scores: NodeId,
+        layer: usize,
+        routing: &mut Routing<'_>,
+    ) -> Result<RouteId, ModelError> {
+        let (mut choice, router) = (Choice::empty(), self.constants.router);
+        let mut out = self.like(scores, router.top_k);
+        choose(self.values(scores), router, layer, routing, &mut choice);
+        gates(self.values(scores), router, &choice, out.values_mut());
+        Ok(RouteId(self.push(Op::Route { scores, layer, choice }, out)))
+    }
+
+    fn experts(&mut self, x: &NodeId, routed: RouteId, experts: &ExpertsId) -> Result<NodeId, ModelError> {
+        let RouteId(gates) = routed;
+        let mut out = self.like(*x, self.width(*x));
+        let mut trace = self.traces.pop().unwrap_or_default();
+        let Self { params, nodes, .. } = self;
+        let Node { op: Op::Route { choice, .. }, rows, .. } = &nodes[gates.0] else {
+            unreachable!("only the router makes a route")
+        };
+        let routed = Routed { choice, gates: rows.values() };
+        trace.forward(nodes[x.0].rows.values(), routed, params.experts(*experts)?, out.values_mut());
+        Ok(self.push(Op::Experts { x: *x, gates, experts: *experts, trace }, out))
+    }
+
+    fn silu_mul(&mut self, gate_up: NodeId) -> Result<NodeId, ModelError> {
+        let inter = self.width(gate_up) / 2;
+        let mut out = self.like(gate_up, inter);
+        silu_mul(self.values(gate_up), inter, out.values_mut());
+        Ok(self.push(Op::SiluMul { x: gate_up }, out))
+    }
+
+    fn add(&mut self, x: NodeId, y: NodeId) -> Result<NodeId, ModelError> {
+        let mut out = self.like(x, self.width(x));
+        residual::sum(self.values(x), self.values(y), out.values_mut());
+        Ok(self.push(Op::Add { x, y }, out))
+    }
+
+    fn end_layer(&mut self, ends: [NodeId; 2]) -> [NodeId; 2] {
+        for node in &self.nodes[self.layer_start..] {
+            if let Op::Route { scores, choice, .. } = &node.op {
+                self.routes.extend_from_slice(choice.ids());
+                self.router_scores.push(self.values(*scores).to_vec());
+            }
+        }
+        let index = self.n_layers;
+        self.n_layers += 1;
+        let ends = if self.recompute { self.keep_ends(index) } else { ends };
+        self.layer_start = self.nodes.len();
+        ends
+    }
+
+    fn release(&mut self, _act: NodeId) {}
+}
+
+impl BuildWeights for Tape {
+    fn matrix(&mut self, weight: Named<'_>, bias: Option<Named<'_>>) -> Result<Projection, ModelError> {
+        let weight = self.params.add(weight)?;
+        Ok(Projection { weight, bias: bias.map(|bias| self.params.add(bias)).transpose()? })
+    }
+
+    fn vector(&mut self, weight: Named<'_>) -> Result<ParamId, ModelError> {
+        self.params.add(weight)
+    }
+
+    fn expert_weights(&mut self, gate_up: Named<'_>, down: Named<'_>) -> Result<ExpertsId, ModelError> {
+        let (gate_up, down) = (self.params.add(gate_up)?, self.params.add(down)?);
+        Ok(self.params.add_experts(gate_up, down))
+    }
+}

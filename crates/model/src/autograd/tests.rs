@@ -1,0 +1,198 @@
+//! Tests of the policy: what it computes, and how gradients run back.
+
+use r3_kernels::route_record::RouteRecord;
+
+use super::*;
+use crate::fixtures::{config_with, mixed_config};
+use crate::init::FreshWeights;
+use crate::source::canonical_tensors;
+
+fn policy(config: &ModelConfig) -> Policy {
+    Policy::load(&FreshWeights::new(config, 3), config).unwrap()
+}
+
+fn tokens<const N: usize>(ids: [u32; N]) -> [TokenId; N] {
+    ids.map(TokenId)
+}
+
+#[test]
+fn positions_start_anew_with_every_sequence() {
+    let packed = PackedSequences::new(&[3, 1, 2]);
+    assert_eq!(&*packed.positions, [0, 1, 2, 0, 0, 1]);
+    assert_eq!(&*packed.lengths, [3, 1, 2]);
+}
+
+#[test]
+fn every_canonical_tensor_is_trained_in_canonical_order() {
+    let config = mixed_config();
+    let policy = policy(&config);
+    let vars: Vec<_> = policy.vars().iter().map(|(name, var)| (name.clone(), var.dims().to_vec())).collect();
+    assert_eq!(vars, canonical_tensors(&config));
+}
+
+#[test]
+fn packed_sequences_do_not_see_each_other() {
+    let config = mixed_config();
+    let mut policy = policy(&config);
+    let mut logprobs = |inputs: &[TokenId], targets: &[TokenId], lengths: &[usize]| {
+        let batch = Packed { tokens: inputs, targets, lengths };
+        let output = policy.logprobs(&batch, &mut Routing::Free, 0.7).unwrap();
+        assert_eq!(output.router_scores.len(), 1, "one MoE layer");
+        (output.logprobs.to_vec1::<f32>().unwrap(), output.entropy.to_vec1::<f32>().unwrap())
+    };
+    let together = logprobs(&tokens([1, 2, 3, 4, 5]), &tokens([2, 3, 9, 5, 6]), &[3, 2]);
+    let first = logprobs(&tokens([1, 2, 3]), &tokens([2, 3, 9]), &[3]);
+    let second = logprobs(&tokens([4, 5]), &tokens([5, 6]), &[2]);
+    assert_eq!(together, ([first.0, second.0].concat(), [first.1, second.1].concat()));
+}
+
+#[test]
+fn a_handle_to_the_weights_sees_later_updates() {
+    let config = mixed_config();
+    let policy = policy(&config);
+    let shared = policy.shared_weights();
+    let (_, norm) = policy.vars().iter().find(|(name, _)| name == "model.norm.weight").unwrap();
+    norm.set(&Tensor::full(2.0f32, 8, &Device::Cpu).unwrap()).unwrap();
+    let mut values = Vec::new();
+    for source in [&policy as &dyn TensorSource, &shared] {
+        source.read("model.norm.weight", &mut values).unwrap();
+        assert_eq!(values, [2.0; 8]);
+        assert!(matches!(source.read("norm", &mut values), Err(ModelError::NoSuchTensor { .. })));
+    }
+}
+
+#[test]
+fn tokens_and_lengths_beyond_the_model_are_refused() {
+    let mut policy = policy(&config_with(serde_json::json!({ "max_position_embeddings": 3 })));
+    let mut refusal = |tokens: &[TokenId], lengths: &[usize]| {
+        let batch = Packed { tokens, targets: tokens, lengths };
+        policy.logits(&batch, &mut Routing::Free).unwrap_err().to_string()
+    };
+    let vocabulary = "token 10 at position 1 is outside the vocabulary of 10";
+    assert_eq!(refusal(&tokens([9, 10]), &[2]), vocabulary);
+    let long = "a sequence of 4 tokens exceeds the model's 3 positions";
+    assert_eq!(refusal(&tokens([1; 5]), &[1, 4]), long);
+}
+
+const TOKENS: [u32; 7] = [1, 2, 3, 4, 5, 6, 0];
+const LENGTHS: [usize; 2] = [4, 2];
+
+fn in_precision(config: &ModelConfig, dtype: Dtype, recompute: bool) -> Policy {
+    policy(config).with_precision(Precision { dtype, recompute })
+}
+
+/// Logprobs and the gradients of their sum, plus that of entropies and squared router scores.
+fn pass(policy: &mut Policy, routing: &mut Routing<'_>) -> (Vec<f32>, Vec<Vec<f32>>) {
+    let tokens = tokens(TOKENS);
+    let batch = Packed { tokens: &tokens[..6], targets: &tokens[1..], lengths: &LENGTHS };
+    let output = policy.logprobs(&batch, routing, 0.7).unwrap();
+    let scores = output.router_scores[0].sqr().unwrap().sum_all().unwrap();
+    let loss = (output.logprobs.sum_all().unwrap() + output.entropy.sum_all().unwrap()).unwrap();
+    let loss = (loss + scores).unwrap();
+    let mut gradients = policy.zero_gradients();
+    policy.backward(&output, &loss.backward().unwrap(), &mut gradients).unwrap();
+    (output.logprobs.to_vec1().unwrap(), gradients)
+}
+
+#[test]
+fn every_weight_gets_a_gradient() {
+    let config = mixed_config();
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let mut policy = in_precision(&config, dtype, false);
+        let (_, gradients) = pass(&mut policy, &mut Routing::Free);
+        for ((name, _), gradient) in policy.vars().iter().zip(gradients) {
+            assert!(gradient.iter().any(|&value| value != 0.0), "{dtype}: {name}");
+        }
+    }
+}
+
+#[test]
+fn layers_that_run_again_have_the_same_gradients_to_the_bit() {
+    let config = mixed_config();
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let expected = pass(&mut in_precision(&config, dtype, false), &mut Routing::Free);
+        assert!(
+            pass(&mut in_precision(&config, dtype, true), &mut Routing::Free) == expected,
+            "{dtype}, free"
+        );
+        let mut record = RouteRecord::new(1, config.router());
+        record.start(6);
+        let mut again = in_precision(&config, dtype, true);
+        assert!(pass(&mut again, &mut Routing::Record(&mut record)) == expected, "{dtype}, recorded");
+        // Other experts than the router's: if running again chose anew, the gradient would be that of a mixture.
+        let ids: Vec<u16> = record.layer(0).iter().map(|id| (id + 1) % config.n_experts as u16).collect();
+        let replay = || Routing::Replay { ids: &ids, native: None };
+        let expected = pass(&mut in_precision(&config, dtype, false), &mut replay());
+        assert!(pass(&mut again, &mut replay()) == expected, "{dtype}, replayed");
+    }
+}
+
+#[test]
+fn a_pass_after_another_finds_nothing_of_it() {
+    let config = mixed_config();
+    for recompute in [false, true] {
+        let mut policy = in_precision(&config, Dtype::Bf16, recompute);
+        let first = pass(&mut policy, &mut Routing::Free);
+        let long = tokens([3; 9]);
+        policy.logits(&Packed { tokens: &long, targets: &long, lengths: &[9] }, &mut Routing::Free).unwrap();
+        assert!(pass(&mut policy, &mut Routing::Free) == first);
+    }
+}
+
+#[test]
+fn products_see_weights_that_have_changed() {
+    let config = mixed_config();
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let mut changed = in_precision(&config, dtype, false);
+        let before = pass(&mut changed, &mut Routing::Free);
+        changed.change(|vars| {
+            for (_, var) in vars {
+                var.set(&(var.as_tensor() * 1.25).unwrap()).unwrap();
+            }
+        });
+        let mut fresh = Policy::load(&changed.shared_weights(), &config)
+            .unwrap()
+            .with_precision(Precision { dtype, recompute: false });
+        let after = pass(&mut changed, &mut Routing::Free);
+        assert!(after == pass(&mut fresh, &mut Routing::Free) && after != before, "{dtype}");
+    }
+}
+
+#[test]
+fn gradients_in_bf16_are_near_those_in_f32() {
+    let config = mixed_config();
+    let mut record = RouteRecord::new(1, config.router());
+    record.start(6);
+    let (_, exact) = pass(&mut in_precision(&config, Dtype::F32, false), &mut Routing::Record(&mut record));
+    let ids = record.layer(0);
+    let mut routing = Routing::Replay { ids: &ids, native: None };
+    let mut policy = in_precision(&config, Dtype::Bf16, false);
+    let (_, rounded) = pass(&mut policy, &mut routing);
+    for (((name, _), exact), rounded) in policy.vars().iter().zip(exact).zip(rounded) {
+        let norm =
+            |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+        let size = norm(&mut exact.iter().copied());
+        let distance = norm(&mut exact.iter().zip(&rounded).map(|(a, b)| a - b));
+        assert!(distance <= 0.03 * size, "{name}: {distance} of {size}");
+        assert!(distance > 0.0, "{name}: nothing was rounded");
+    }
+}
+
+#[test]
+fn a_gradient_is_of_the_newest_forward_and_of_its_weights() {
+    let config = mixed_config();
+    let tokens = tokens(TOKENS);
+    let batch = Packed { tokens: &tokens[..6], targets: &tokens[1..], lengths: &LENGTHS };
+    for spoil in [
+        |policy: &mut Policy, batch: &Packed<'_>| drop(policy.logits(batch, &mut Routing::Free).unwrap()),
+        |policy: &mut Policy, _: &Packed<'_>| policy.change(|_| ()),
+    ] {
+        let mut policy = policy(&config);
+        let output = policy.logprobs(&batch, &mut Routing::Free, 1.0).unwrap();
+        let store = output.logprobs.sum_all().unwrap().backward().unwrap();
+        spoil(&mut policy, &batch);
+        let mut gradients = policy.zero_gradients();
+        let late = std::panic::AssertUnwindSafe(|| policy.backward(&output, &store, &mut gradients));
+        assert!(std::panic::catch_unwind(late).is_err());
+    }
+}

@@ -1,0 +1,73 @@
+//! Activations on plain buffers, which are used again.
+
+/// Activations `[T, width]` in a buffer that goes back to its [`Pool`] when it is no longer needed.
+#[derive(Debug)]
+pub struct Rows {
+    buffer: Vec<f32>,
+    len: usize,
+    width: usize,
+}
+
+impl Rows {
+    /// The values, row-major.
+    #[must_use]
+    pub fn values(&self) -> &[f32] {
+        &self.buffer[..self.len]
+    }
+
+    pub(crate) fn values_mut(&mut self) -> &mut [f32] {
+        &mut self.buffer[..self.len]
+    }
+
+    pub(crate) fn rows(&self) -> usize {
+        self.len / self.width
+    }
+
+    pub(crate) fn width(&self) -> usize {
+        self.width
+    }
+}
+
+/// Buffers that are free.
+#[derive(Debug, Default)]
+pub(crate) struct Pool {
+    free: Vec<Vec<f32>>,
+}
+
+impl Pool {
+    /// Rows that hold whatever was there.
+    pub(crate) fn take(&mut self, rows: usize, width: usize) -> Rows {
+        let len = rows * width;
+        // The smallest that is large enough, or else the largest grows: were any taken, all would in turn grow to
+        // the size of the logits.
+        let fit = |buffer: &Vec<f32>| (buffer.len() < len, buffer.len().abs_diff(len));
+        let best = (0..self.free.len()).min_by_key(|&at| fit(&self.free[at]));
+        let mut buffer = best.map(|at| self.free.swap_remove(at)).unwrap_or_default();
+        if buffer.len() < len {
+            buffer.clear(); // Or growing would copy what nobody reads.
+            buffer.resize(len, 0.0);
+        }
+        Rows { buffer, len, width }
+    }
+
+    pub(crate) fn release(&mut self, rows: Rows) {
+        self.free.push(rows.buffer);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_activations_do_not_take_large_buffers() {
+        let mut pool = Pool::default();
+        for _ in 0..4 {
+            let taken = [(8, 1000), (8, 16), (8, 16)].map(|(rows, width)| pool.take(rows, width));
+            taken.into_iter().rev().for_each(|rows| pool.release(rows));
+        }
+        let mut held: Vec<usize> = pool.free.iter().map(Vec::len).collect();
+        held.sort_unstable();
+        assert_eq!(held, [128, 128, 8000]);
+    }
+}

@@ -1,0 +1,208 @@
+//! The experts as the trainer runs them: a forward that keeps what the gradient needs, and that gradient.
+
+use super::dispatch::Dispatch;
+use super::{Experts, Routed};
+use crate::gemm::gradient::{Left, PlainProduct};
+use crate::gemm::{Dtype, PackedMatrix, Product, Rows, bf16};
+use crate::isa::{Isa, Lanes, multiversion, sum_lanes};
+use crate::parallel::{self, Disjoint};
+use crate::scratch::Scratch;
+use crate::swiglu::{silu_mul_backward_rows, silu_mul_rows};
+
+/// What a forward keeps for its gradient, in buffers that are used again.
+#[derive(Debug, Default)]
+pub struct ExpertTrace {
+    dispatch: Dispatch,
+    /// Gates and ups before the activation, sorted by expert, `[T K, 2 I]`.
+    hidden: Vec<f32>,
+}
+
+impl ExpertTrace {
+    /// [`super::forward`] with the same bits, keeping what [`Self::backward`] needs.
+    ///
+    /// # Panics
+    /// If the shapes do not fit.
+    pub fn forward(&mut self, x: &[f32], routed: Routed<'_>, experts: &Experts, y: &mut [f32]) {
+        let Routed { choice, gates } = routed;
+        let (width, inter) = (experts.dims.width, experts.dims.inter);
+        assert_eq!((x.len(), y.len()), (choice.n_tokens() * width, x.len()), "x and y are [T, D]");
+        assert_eq!(gates.len(), choice.ids().len(), "gates are [T, K]");
+        assert_eq!(choice.n_experts(), experts.dims.n_experts, "the choice is among these experts");
+        self.dispatch.fill(choice);
+        let (dispatch, n_rows) = (&self.dispatch, gates.len());
+        self.hidden.resize(n_rows * 2 * inter, 0.0);
+        let mut answers = Scratch::<f32>::take(n_rows * width);
+        let (hidden, parts) = (Disjoint::new(&mut self.hidden), Disjoint::new(&mut answers));
+        let segments = dispatch.segments();
+        parallel::for_each(segments.len(), n_rows * 3 * inter * width, |i| {
+            let rows = segments[i].rows.clone();
+            // SAFETY: segments share no row, and each is visited once.
+            let hidden = unsafe { hidden.part(rows.start * 2 * inter..rows.end * 2 * inter) };
+            // SAFETY: as above.
+            let answers = unsafe { parts.part(rows.start * width..rows.end * width) };
+            let mut gathered = Scratch::<f32>::take(rows.len() * width);
+            dispatch.gather(x, width, rows.clone(), &mut gathered);
+            multiply_here(&gathered, experts.gate_up(segments[i].expert), hidden);
+            let mut act = Scratch::<f32>::take(rows.len() * inter);
+            silu_mul_rows(hidden, inter, &mut act);
+            multiply_here(&act, experts.down(segments[i].expert), answers);
+        });
+        dispatch.combine(&answers, Some(gates), width, y);
+    }
+
+    /// Gradients of the forward that this trace is of.
+    ///
+    /// Deterministic: one task per expert, whose weights' gradients are chains over its tokens in order, and a sum in
+    /// router order for `x`. The choice itself has no gradient: replay is hard assignment (R3, arXiv 2510.11370).
+    ///
+    /// # Panics
+    /// If the shapes do not fit.
+    pub fn backward(&self, operands: &ExpertOperands<'_>, grad: &[f32], out: ExpertGrads<'_>) {
+        let &ExpertOperands { x, gates, width, inter, .. } = operands;
+        let (dispatch, n_rows) = (&self.dispatch, self.dispatch.n_rows());
+        assert_eq!((gates.len(), grad.len()), (n_rows, x.len()), "gates are [T, K], the gradient is [T, D]");
+        let row_gates = dispatch.to_rows(gates);
+        let mut row_gates_grad = vec![0.0; n_rows];
+        let mut rows_grad = Scratch::<f32>::take(n_rows * width);
+        let parts = Parts {
+            rows: Disjoint::new(&mut rows_grad),
+            gates: Disjoint::new(&mut row_gates_grad),
+            gate_up: Disjoint::new(out.gate_up),
+            down: Disjoint::new(out.down),
+        };
+        parallel::for_each(dispatch.n_experts(), n_rows * 6 * inter * width, |expert| {
+            if !dispatch.expert_rows(expert).is_empty() {
+                self.expert_backward(expert, operands, (grad, &row_gates), &parts);
+            }
+        });
+        out.gates.copy_from_slice(&dispatch.to_pairs(&row_gates_grad));
+        dispatch.combine(&rows_grad, None, width, out.x);
+    }
+
+    /// One expert's share, on this thread. `downᵀ grad` serves two gradients: an answer is `down act`, so `answer .
+    /// grad = act . downᵀ grad`, and answers need not be kept.
+    fn expert_backward(
+        &self,
+        expert: usize,
+        operands: &ExpertOperands<'_>,
+        (grad, row_gates): (&[f32], &[f32]),
+        parts: &Parts<'_>,
+    ) {
+        let &ExpertOperands { x, width, inter, dtype, .. } = operands;
+        let rows = self.dispatch.expert_rows(expert);
+        let len = inter * width;
+        // SAFETY: experts share no row, and each is visited once.
+        let row_grads = unsafe { parts.rows.part(rows.start * width..rows.end * width) };
+        // SAFETY: as above.
+        let gates_grad = unsafe { parts.gates.part(rows.clone()) };
+        // SAFETY: each expert is visited once.
+        let gate_up_grad = unsafe { parts.gate_up.part(expert * 2 * len..(expert + 1) * 2 * len) };
+        // SAFETY: as above.
+        let down_grad = unsafe { parts.down.part(expert * len..(expert + 1) * len) };
+        let (gate_up, down) =
+            (&operands.gate_up[expert * 2 * len..][..2 * len], &operands.down[expert * len..][..len]);
+        let hidden = &self.hidden[rows.start * 2 * inter..rows.end * 2 * inter];
+
+        let mut gathered = Scratch::<f32>::take(rows.len() * width);
+        let (mut act, mut act_grad) =
+            (Scratch::<f32>::take(rows.len() * inter), Scratch::take(rows.len() * inter));
+        let mut hidden_grad = Scratch::<f32>::take(hidden.len());
+        let rows_times = |a: &[f32], w: &[f32], n, out: &mut [f32]| {
+            PlainProduct { a: Left::Plain(a), b: w, n, dtype, onto: false }.run_in(1, out);
+        };
+        let add_outer = |grads: &[f32], x: &[f32], n, out: &mut [f32]| {
+            PlainProduct { a: Left::Transposed(grads), b: x, n, dtype, onto: true }.run_in(1, out);
+        };
+        self.dispatch.gather(grad, width, rows.clone(), &mut gathered);
+        silu_mul_rows(hidden, inter, &mut act);
+        rows_times(&gathered, down, inter, &mut act_grad);
+        dots(&act, &act_grad, inter, gates_grad);
+        scale_rows(&row_gates[rows.clone()], width, &mut gathered);
+        scale_rows(&row_gates[rows.clone()], inter, &mut act_grad);
+        add_outer(&gathered, &act, inter, down_grad);
+        silu_mul_backward_rows(hidden, &act_grad, inter, &mut hidden_grad);
+        rows_times(&hidden_grad, gate_up, width, row_grads);
+        self.dispatch.gather(x, width, rows, &mut gathered);
+        add_outer(&hidden_grad, &gathered, width, gate_up_grad);
+    }
+}
+
+/// What a forward was computed of.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertOperands<'a> {
+    /// `[T, D]`.
+    pub x: &'a [f32],
+    /// `[T, K]`.
+    pub gates: &'a [f32],
+    /// `[E, 2 I, D]`, plain.
+    pub gate_up: &'a [f32],
+    /// `[E, D, I]`, plain.
+    pub down: &'a [f32],
+    /// `D`.
+    pub width: usize,
+    /// `I`.
+    pub inter: usize,
+    /// What both operands of a product are rounded to.
+    pub dtype: Dtype,
+}
+
+/// Where gradients go.
+#[derive(Debug)]
+pub struct ExpertGrads<'a> {
+    /// `[T, D]`, replaced.
+    pub x: &'a mut [f32],
+    /// `[T, K]`, replaced.
+    pub gates: &'a mut [f32],
+    /// `[E, 2 I, D]`, added to.
+    pub gate_up: &'a mut [f32],
+    /// `[E, D, I]`, added to.
+    pub down: &'a mut [f32],
+}
+
+/// The same, cut among the experts.
+struct Parts<'a> {
+    rows: Disjoint<'a, f32>,
+    gates: Disjoint<'a, f32>,
+    gate_up: Disjoint<'a, f32>,
+    down: Disjoint<'a, f32>,
+}
+
+/// `y = x Wᵀ` on this thread.
+fn multiply_here(x: &[f32], w: &PackedMatrix, y: &mut [f32]) {
+    let mut rounded =
+        Scratch::<u32>::take(if w.dtype() == Dtype::Bf16 { x.len() / w.k() * w.k().div_ceil(2) } else { 0 });
+    let x = match w.dtype() {
+        Dtype::F32 => Rows::F32(x),
+        Dtype::Bf16 => {
+            bf16::round_rows(x, w.k(), &mut rounded);
+            Rows::Bf16(&rounded)
+        }
+    };
+    Product { x, w, bias: None, then: None }.run(1, y);
+}
+
+/// Multiplies row `r` of `rows` `[.., width]` by `factors[r]`.
+fn scale_rows(factors: &[f32], width: usize, rows: &mut [f32]) {
+    for (row, factor) in rows.chunks_exact_mut(width).zip(factors) {
+        row.iter_mut().for_each(|value| *value *= factor);
+    }
+}
+
+multiversion! {
+    /// `out[r] = a[r] . b[r]` for rows of `width`.
+    fn dots(a: &[f32], b: &[f32], width: usize, out: &mut [f32]) = dots_body;
+}
+
+#[inline(always)]
+fn dots_body<I: Isa>(a: &[f32], b: &[f32], width: usize, out: &mut [f32]) {
+    for ((a, b), out) in a.chunks_exact(width).zip(b.chunks_exact(width)).zip(out) {
+        let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<16>(), b.as_chunks::<16>());
+        let mut sums = I::Lanes::splat(0.0);
+        for (a, b) in a.iter().zip(b) {
+            sums = I::Lanes::load(a).mul_add(I::Lanes::load(b), sums);
+        }
+        let mut lanes = [0.0; 16];
+        sums.store(&mut lanes);
+        *out = a_rest.iter().zip(b_rest).fold(sum_lanes(lanes), |sum, (&a, &b)| I::mul_add(a, b, sum));
+    }
+}
