@@ -2,15 +2,17 @@
 //! told by `r3 bench kernels`.
 
 use std::hint::black_box;
-use std::sync::Arc;
 
-use candle_core::{Device, Result, Tensor, Var};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use r3_kernels::adamw::{AdamwStep, adamw};
-use r3_kernels::attention::{Heads, KvCache, PagedSequence, attention_op, paged_attention};
-use r3_kernels::experts::{ExpertDims, ExpertScratch, Experts, Routed, experts_op, forward};
-use r3_kernels::gemm::{Dtype, PackedMatrix, linear, matmul};
-use r3_kernels::lm_head::head_op;
+use r3_kernels::attention::packed::PackedAttention;
+use r3_kernels::attention::{Heads, KvCache, PagedSequence, paged_attention};
+use r3_kernels::experts::trained::{ExpertGrads, ExpertOperands, ExpertTrace};
+use r3_kernels::experts::{ExpertDims, ExpertScratch, Experts, Routed, forward};
+use r3_kernels::gemm::linear::Linear;
+use r3_kernels::gemm::{Dtype, PackedMatrix, matmul};
+use r3_kernels::lm_head::gradient::HeadGradient;
+use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
 use r3_kernels::logprob::chosen_logprobs;
 use r3_kernels::router::{Choice, RouterConfig, Routing, choose, gates};
 
@@ -29,16 +31,6 @@ fn noise(n: usize) -> Vec<f32> {
     std::iter::repeat_with(next).take(n).collect()
 }
 
-fn var(shape: &[usize]) -> Var {
-    Var::from_vec(noise(shape.iter().product()), shape, &Device::Cpu).expect("the shape has as many elements")
-}
-
-/// Forward and backward of an op whose outputs are summed up.
-fn backward(op: impl Fn() -> Result<Tensor>) {
-    let gradients = op().and_then(|y| y.sum_all()?.backward()).expect("the shapes fit");
-    black_box(gradients);
-}
-
 fn gemm(c: &mut Criterion) {
     let (n, k) = (768, 768);
     let mut group = c.benchmark_group("gemm");
@@ -52,9 +44,18 @@ fn gemm(c: &mut Criterion) {
             });
         }
     }
-    let (x, w) = (var(&[512, k]), var(&[n, k]));
-    group.throughput(Throughput::Elements((6 * 512 * n * k) as u64));
-    group.bench_function(format!("with_backward/512x{n}x{k}"), |b| b.iter(|| backward(|| linear(&x, &w))));
+    let (x, w, grad) = (noise(512 * k), noise(n * k), noise(512 * n));
+    let (mut x_grad, mut w_grad) = (vec![0.0; 512 * k], vec![0.0; n * k]);
+    group.throughput(Throughput::Elements((4 * 512 * n * k) as u64));
+    for dtype in DTYPES {
+        let operands = Linear { x: &x, w: &w, k, dtype };
+        group.bench_function(format!("{dtype}/backward/512x{n}x{k}"), |b| {
+            b.iter(|| {
+                operands.x_gradient(black_box(&grad), false, black_box(&mut x_grad));
+                operands.add_w_gradient(black_box(&grad), black_box(&mut w_grad));
+            });
+        });
+    }
 }
 
 const DIMS: ExpertDims = ExpertDims { n_experts: 32, width: 256, inter: 128 };
@@ -85,13 +86,23 @@ fn experts(c: &mut Criterion) {
         }
     }
     let (choice, weights) = routed(512);
-    let choice = Arc::new(choice);
-    let weights = Tensor::from_vec(weights, (512, ROUTER.top_k), &Device::Cpu).expect("one gate for each");
-    let (x, gate_up) = (var(&[512, width]), var(&[n_experts, 2 * inter, width]));
-    let down = var(&[n_experts, width, inter]);
-    group.bench_function("with_backward/512", |b| {
-        b.iter(|| backward(|| experts_op(&x, &weights, (&gate_up, &down), Arc::clone(&choice))));
-    });
+    let (x, grad) = (noise(512 * width), noise(512 * width));
+    let (mut x_grad, mut gates_grad) = (vec![0.0; x.len()], vec![0.0; weights.len()]);
+    let (mut gate_up_grad, mut down_grad) = (vec![0.0; gate_up.len()], vec![0.0; down.len()]);
+    for dtype in DTYPES {
+        let (mut trace, mut y) = (ExpertTrace::default(), vec![0.0; 512 * width]);
+        let packed = Experts::pack(&gate_up, &down, DIMS, dtype);
+        trace.forward(&x, Routed { choice: &choice, gates: &weights }, &packed, &mut y);
+        let (gate_up, down) = (&gate_up[..], &down[..]);
+        let operands = ExpertOperands { x: &x, gates: &weights, gate_up, down, width, inter, dtype };
+        group.bench_function(format!("{dtype}/backward/512"), |b| {
+            b.iter(|| {
+                let (x, gates) = (&mut x_grad[..], &mut gates_grad[..]);
+                let grads = ExpertGrads { x, gates, gate_up: &mut gate_up_grad, down: &mut down_grad };
+                trace.backward(&operands, black_box(&grad), grads);
+            });
+        });
+    }
 }
 
 const HEADS: Heads = Heads { n_heads: 8, n_kv_heads: 4, head_dim: 32 };
@@ -117,10 +128,15 @@ fn attention(c: &mut Criterion) {
             });
         });
     }
-    let (q, kv) = (var(&[512, n_heads, head_dim]), var(&[512, n_kv_heads, head_dim]));
-    let lengths: Arc<[usize]> = [256; 2].into();
-    group.bench_function("with_backward/2_of_256", |b| {
-        b.iter(|| backward(|| attention_op(&q, &kv, &kv, Arc::clone(&lengths))));
+    let (q, kv) = (noise(512 * n_heads * head_dim), noise(512 * n_kv_heads * head_dim));
+    let (grad, mut q_grad) = (noise(q.len()), vec![0.0; q.len()]);
+    let (mut k_grad, mut v_grad) = (vec![0.0; kv.len()], vec![0.0; kv.len()]);
+    let mut packed = PackedAttention::new(HEADS, Dtype::F32);
+    group.bench_function("packed_backward/2_of_256", |b| {
+        b.iter(|| {
+            let out = [&mut q_grad[..], &mut k_grad, &mut v_grad];
+            packed.backward([&q, &kv, &kv], &[256; 2], black_box(&grad), out);
+        });
     });
 }
 
@@ -148,13 +164,25 @@ fn logprob(c: &mut Criterion) {
             b.iter(|| chosen_logprobs(black_box(&logits), &targets, 1.0, black_box(&mut out)));
         });
     }
-    let (hidden, weight) = (var(&[64, 256]), var(&[2048, 256]));
-    let packed = Arc::new(PackedMatrix::pack(&noise(2048 * 256), 2048, 256, Dtype::F32));
-    let targets: Arc<[u32]> = [1; 64].into();
-    group.bench_function("head_with_backward/64x256x2048", |b| {
+    let (t, width, vocab) = (64, 256, 2048);
+    let (hidden, weight, ids) = (noise(t * width), noise(vocab * width), vec![1; t]);
+    let packed = PackedMatrix::pack(&weight, vocab, width, Dtype::F32);
+    let targets = Targets { ids: &ids, temperature: 1.0 };
+    let (mut logprobs, mut entropies, mut target_logits) = (vec![0.0; t], vec![0.0; t], vec![0.0; t]);
+    group.bench_function(format!("head/{t}x{width}x{vocab}"), |b| {
         b.iter(|| {
-            backward(|| Ok(head_op(&hidden, &weight, Arc::clone(&packed), Arc::clone(&targets), 1.0)?.0))
+            let (logprobs, entropies) = (&mut logprobs[..], &mut entropies[..]);
+            let scores = Scores { logprobs, entropies, target_logits: &mut target_logits };
+            head_logprobs(black_box(&hidden), &packed, targets, scores);
         });
+    });
+    let (hidden, weight, packed) = (&hidden[..], &weight[..], &packed);
+    let (logprobs, entropies, target_logits) = (&logprobs[..], &entropies[..], &target_logits[..]);
+    let head = HeadGradient { hidden, weight, packed, targets, logprobs, entropies, target_logits };
+    let (pull, mut hidden_grad, mut weight_grad) =
+        (vec![1.0; t], vec![0.0; t * width], vec![0.0; vocab * width]);
+    group.bench_function(format!("head_backward/{t}x{width}x{vocab}"), |b| {
+        b.iter(|| head.add(black_box((&pull, &pull)), (&mut hidden_grad, &mut weight_grad)));
     });
 }
 

@@ -12,7 +12,7 @@ use r3_engine::config::EngineConfig;
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_kernels::gemm::Dtype;
 use r3_kernels::router::Routing;
-use r3_model::autograd::Policy;
+use r3_model::autograd::{Policy, Precision};
 use r3_model::checkpoint::Checkpoint;
 use r3_train::mismatch::{Mismatch, MismatchStats};
 
@@ -91,11 +91,16 @@ fn mismatch(
     (mismatch.finish(), n_unequal)
 }
 
+fn trainer(checkpoint: &Checkpoint, dtype: Dtype) -> Policy {
+    let policy = Policy::load(checkpoint, checkpoint.config()).unwrap();
+    policy.with_precision(Precision { dtype, recompute: false })
+}
+
 /// Every pair of thread counts, with and without replay.
-fn assert_exact(dtype: Dtype, load: impl Fn(&Checkpoint) -> Policy) {
+fn assert_exact(dtype: Dtype) {
     for model in MODELS {
         let checkpoint = checkpoint(model);
-        let mut policy = load(&checkpoint);
+        let mut policy = trainer(&checkpoint, dtype);
         let sampled = rollouts(&checkpoint, dtype, 1);
         assert_eq!(sampled, rollouts(&checkpoint, dtype, 2), "{model}: threads of the engine");
         for (replay, n_threads) in [(false, 1), (false, 2), (true, 1), (true, 2)] {
@@ -109,7 +114,12 @@ fn assert_exact(dtype: Dtype, load: impl Fn(&Checkpoint) -> Policy) {
 
 #[test]
 fn trainer_and_rollout_agree_in_every_bit_in_f32() {
-    assert_exact(Dtype::F32, |checkpoint| Policy::load(checkpoint, checkpoint.config()).unwrap());
+    assert_exact(Dtype::F32);
+}
+
+#[test]
+fn trainer_and_rollout_agree_in_every_bit_in_bf16() {
+    assert_exact(Dtype::Bf16);
 }
 
 /// The same comparison where it has to find something.
@@ -117,7 +127,7 @@ fn trainer_and_rollout_agree_in_every_bit_in_f32() {
 fn a_bf16_rollout_and_an_f32_trainer_do_not_agree() {
     let checkpoint = checkpoint(MODELS[1]);
     let sampled = rollouts(&checkpoint, Dtype::Bf16, 1);
-    let mut policy = Policy::load(&checkpoint, checkpoint.config()).unwrap();
+    let mut policy = trainer(&checkpoint, Dtype::F32);
     let (stats, n_unequal) = mismatch(&mut policy, &sampled, true, 1);
     assert!(stats.k3_kl > 0.0 && stats.abs_diff_max > 1e-4, "{stats:?}");
     assert!(n_unequal > stats.n_tokens / 2, "{n_unequal} of {stats:?}");

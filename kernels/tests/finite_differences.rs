@@ -5,21 +5,22 @@
 
 mod common;
 
-use std::sync::Arc;
-
-use candle_core::{Device, Result, Tensor, Var};
 use common::{edge, ids, noise};
-use proptest::prelude::{ProptestConfig, Strategy, any, prop_assert, proptest};
+use proptest::prelude::{ProptestConfig, Strategy, any, prop_assert, prop_assert_eq, proptest};
 use proptest::sample::select;
 use proptest::test_runner::TestCaseResult;
-use r3_kernels::attention::attention_op;
-use r3_kernels::experts::experts_op;
-use r3_kernels::gemm::{Dtype, PackedMatrix, linear};
-use r3_kernels::lm_head::head_op;
-use r3_kernels::rms_norm::rms_norm_op;
-use r3_kernels::rope::{RopeTable, rope_op};
-use r3_kernels::router::{Choice, RouterConfig, Routing, choose, gates_op};
-use r3_kernels::swiglu::silu_mul_op;
+use r3_kernels::attention::Heads;
+use r3_kernels::attention::packed::PackedAttention;
+use r3_kernels::experts::trained::{ExpertGrads, ExpertOperands, ExpertTrace};
+use r3_kernels::experts::{ExpertDims, Experts, Routed};
+use r3_kernels::gemm::linear::Linear;
+use r3_kernels::gemm::{Dtype, PackedMatrix, matmul};
+use r3_kernels::lm_head::gradient::HeadGradient;
+use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
+use r3_kernels::rms_norm::{RmsNorm, rms_norm};
+use r3_kernels::rope::{RopeTable, rope, rope_backward};
+use r3_kernels::router::{Choice, Gated, RouterConfig, Routing, choose, gates};
+use r3_kernels::swiglu::{silu_mul, silu_mul_backward};
 
 /// How far an input is moved either way.
 const STEP: f32 = 1.0 / 64.0;
@@ -27,37 +28,27 @@ const STEP: f32 = 1.0 / 64.0;
 /// Elements of an input that are moved, spread over all of it: each costs two forwards.
 const MOVED: usize = 12;
 
-/// An input: its values and its shape.
-type Input = (Vec<f32>, Vec<usize>);
-
-fn var(values: &[f32], shape: &[usize]) -> Var {
-    Var::from_vec(values.to_vec(), shape, &Device::Cpu).unwrap()
-}
-
-fn values(tensor: &Tensor) -> Vec<f32> {
-    tensor.flatten_all().unwrap().to_vec1().unwrap()
-}
-
-/// Compares the gradient of `op` with differences, input by input, within `tolerance` of `1 + |gradient|`.
-fn check(op: impl Fn(&[Var]) -> Result<Tensor>, inputs: &[Input], tolerance: f64) -> TestCaseResult {
-    let vars: Vec<Var> = inputs.iter().map(|(values, shape)| var(values, shape)).collect();
-    let y = op(&vars).unwrap();
-    let pull = noise(y.elem_count(), 99);
-    let loss = |vars: &[Var]| -> f64 {
-        let y = values(&op(vars).unwrap());
-        y.iter().zip(&pull).map(|(&y, &pull)| f64::from(y) * f64::from(pull)).sum()
+/// Compares `backward`, which gets the inputs and the gradient of `forward`'s output and gives one gradient per input,
+/// with differences, input by input, within `tolerance` of `1 + |gradient|`.
+fn check(
+    inputs: &[Vec<f32>],
+    forward: impl Fn(&[Vec<f32>]) -> Vec<f32>,
+    backward: impl Fn(&[Vec<f32>], &[f32]) -> Vec<Vec<f32>>,
+    tolerance: f64,
+) -> TestCaseResult {
+    let pull = noise(forward(inputs).len(), 99);
+    let loss = |inputs: &[Vec<f32>]| -> f64 {
+        forward(inputs).iter().zip(&pull).map(|(&y, &pull)| f64::from(y) * f64::from(pull)).sum()
     };
-    let pulled = (&y * var(&pull, y.dims()).as_tensor()).unwrap().sum_all().unwrap();
-    let gradients = pulled.backward().unwrap();
-    for (at_input, (start, shape)) in inputs.iter().enumerate() {
-        let gradient = values(gradients.get(&vars[at_input]).expect("every input has a gradient"));
+    let gradients = backward(inputs, &pull);
+    prop_assert_eq!(gradients.len(), inputs.len());
+    for (at_input, (start, gradient)) in inputs.iter().zip(&gradients).enumerate() {
+        prop_assert_eq!(gradient.len(), start.len());
         for at in (0..start.len()).step_by(start.len().div_ceil(MOVED).max(1)) {
             let moved = |by: f32| {
-                let mut moved = start.clone();
-                moved[at] += by;
-                let mut vars = vars.clone();
-                vars[at_input] = var(&moved, shape);
-                (f64::from(moved[at]), loss(&vars))
+                let mut inputs = inputs.to_vec();
+                inputs[at_input][at] += by;
+                (f64::from(inputs[at_input][at]), loss(&inputs))
             };
             let ((low_at, low), (high_at, high)) = (moved(-STEP), moved(STEP));
             let (got, want) = (f64::from(gradient[at]), (high - low) / (high_at - low_at));
@@ -74,21 +65,17 @@ fn check(op: impl Fn(&[Var]) -> Result<Tensor>, inputs: &[Input], tolerance: f64
     Ok(())
 }
 
-fn input(shape: &[usize], seed: u32) -> Input {
-    (noise(shape.iter().product(), seed), shape.to_vec())
-}
-
-/// The same, `times` as large.
-fn scaled(shape: &[usize], seed: u32, times: f32) -> Input {
-    (noise(shape.iter().product(), seed).into_iter().map(|x| times * x).collect(), shape.to_vec())
+/// `times` noise.
+fn scaled(len: usize, seed: u32, times: f32) -> Vec<f32> {
+    noise(len, seed).into_iter().map(|x| times * x).collect()
 }
 
 /// What a router chose for `n_tokens` tokens, replayed.
-fn choice(n_tokens: usize, config: RouterConfig, seed: u32) -> Arc<Choice> {
+fn choice(n_tokens: usize, config: RouterConfig, seed: u32) -> Choice {
     let ids = ids(n_tokens, config.top_k, config.n_experts, seed);
     let (scores, mut choice) = (vec![0.0; n_tokens * config.n_experts], Choice::empty());
     choose(&scores, config, 0, &mut Routing::Replay { ids: &ids, native: None }, &mut choice);
-    Arc::new(choice)
+    choice
 }
 
 /// Experts up to 300, and any number of them for a token; few dimensions, since there are so many experts.
@@ -107,7 +94,19 @@ proptest! {
 
     #[test]
     fn linear_pulls_back_to_input_and_weight(t in edge(), n in edge(), k in edge()) {
-        check(|v| linear(&v[0], &v[1]), &[input(&[t, k], 1), input(&[n, k], 2)], 2e-3)?;
+        let forward = |v: &[Vec<f32>]| {
+            let mut y = vec![0.0; t * n];
+            matmul(&v[0], &PackedMatrix::pack(&v[1], n, k, Dtype::F32), None, &mut y);
+            y
+        };
+        let backward = |v: &[Vec<f32>], grad: &[f32]| {
+            let (mut x, mut w) = (vec![0.0; t * k], vec![0.0; n * k]);
+            let operands = Linear { x: &v[0], w: &v[1], k, dtype: Dtype::F32 };
+            operands.x_gradient(grad, false, &mut x);
+            operands.add_w_gradient(grad, &mut w);
+            vec![x, w]
+        };
+        check(&[noise(t * k, 1), noise(n * k, 2)], forward, backward, 2e-3)?;
     }
 
     #[test]
@@ -115,20 +114,45 @@ proptest! {
         (n_tokens, config) in layer(), width in 1_usize..20, inter in 1_usize..10, seed in 0_u32..1000,
     ) {
         let (e, choice) = (config.n_experts, choice(n_tokens, config, seed));
+        let dims = ExpertDims { n_experts: e, width, inter };
+        let run = |v: &[Vec<f32>]| {
+            let (mut trace, mut y) = (ExpertTrace::default(), vec![0.0; n_tokens * width]);
+            let experts = Experts::pack(&v[2], &v[3], dims, Dtype::F32);
+            trace.forward(&v[0], Routed { choice: &choice, gates: &v[1] }, &experts, &mut y);
+            (trace, y)
+        };
+        let backward = |v: &[Vec<f32>], grad: &[f32]| {
+            let mut out: Vec<Vec<f32>> = v.iter().map(|input| vec![0.0; input.len()]).collect();
+            let [x, gates, gate_up, down] = &mut out[..] else { unreachable!("four inputs") };
+            let grads = ExpertGrads { x, gates, gate_up, down };
+            let [x, gates, gate_up, down] = v else { unreachable!("four inputs") };
+            let operands = ExpertOperands { x, gates, gate_up, down, width, inter, dtype: Dtype::F32 };
+            run(v).0.backward(&operands, grad, grads);
+            out
+        };
         let inputs = [
-            input(&[n_tokens, width], seed),
-            input(&[n_tokens, config.top_k], seed + 1),
-            input(&[e, 2 * inter, width], seed + 2),
-            input(&[e, width, inter], seed + 3),
+            noise(n_tokens * width, seed),
+            noise(n_tokens * config.top_k, seed + 1),
+            noise(e * 2 * inter * width, seed + 2),
+            noise(e * width * inter, seed + 3),
         ];
-        check(|v| experts_op(&v[0], &v[1], (&v[2], &v[3]), Arc::clone(&choice)), &inputs, 4e-3)?;
+        check(&inputs, |v| run(v).1, backward, 4e-3)?;
     }
 
     #[test]
     fn gates_pull_back_to_every_score((n_tokens, config) in layer(), seed in 0_u32..1000) {
         let choice = choice(n_tokens, config, seed);
-        let scores = scaled(&[n_tokens, config.n_experts], seed, 3.0);
-        check(|v| gates_op(&v[0], config, Arc::clone(&choice)), &[scores], 1e-3)?;
+        let forward = |v: &[Vec<f32>]| {
+            let mut out = vec![0.0; n_tokens * config.top_k];
+            gates(&v[0], config, &choice, &mut out);
+            out
+        };
+        let backward = |v: &[Vec<f32>], grad: &[f32]| {
+            let (mut out, gates) = (vec![0.0; v[0].len()], forward(v));
+            Gated { scores: &v[0], config, choice: &choice, gates: &gates }.add_scores_gradient(grad, &mut out);
+            vec![out]
+        };
+        check(&[scaled(n_tokens * config.n_experts, seed, 3.0)], forward, backward, 1e-3)?;
     }
 
     #[test]
@@ -139,33 +163,71 @@ proptest! {
         seed in 0_u32..1000,
     ) {
         let (t, head_dim) = (lengths.iter().sum::<usize>(), 2 * half);
-        let inputs = [
-            input(&[t, n_kv_heads * group, head_dim], seed),
-            input(&[t, n_kv_heads, head_dim], seed + 1),
-            input(&[t, n_kv_heads, head_dim], seed + 2),
-        ];
-        let lengths: Arc<[usize]> = lengths.into();
-        check(|v| attention_op(&v[0], &v[1], &v[2], Arc::clone(&lengths)), &inputs, 2e-3)?;
+        let heads = Heads { n_heads: n_kv_heads * group, n_kv_heads, head_dim };
+        let forward = |v: &[Vec<f32>]| {
+            let mut out = vec![0.0; v[0].len()];
+            PackedAttention::new(heads, Dtype::F32).forward(&v[0], (&v[1], &v[2]), &lengths, &mut out);
+            out
+        };
+        let backward = |v: &[Vec<f32>], grad: &[f32]| {
+            let mut out: Vec<Vec<f32>> = v.iter().map(|input| vec![0.0; input.len()]).collect();
+            let [q, k, v_grad] = &mut out[..] else { unreachable!("three inputs") };
+            let qkv = [&v[0][..], &v[1], &v[2]];
+            PackedAttention::new(heads, Dtype::F32).backward(qkv, &lengths, grad, [q, k, v_grad]);
+            out
+        };
+        let kv = t * n_kv_heads * head_dim;
+        let inputs = [noise(group * kv, seed), noise(kv, seed + 1), noise(kv, seed + 2)];
+        check(&inputs, forward, backward, 2e-3)?;
     }
 
     #[test]
     fn rms_norm_pulls_back_to_row_and_weight(t in edge(), width in edge(), seed in 0_u32..1000) {
         // An epsilon this large keeps rows of one small element smooth over a step.
-        let inputs = [input(&[t, width], seed), input(&[width], seed + 1)];
-        check(|v| rms_norm_op(&v[0], &v[1], 0.25), &inputs, 4e-3)?;
+        let eps = 0.25;
+        let forward = |v: &[Vec<f32>]| {
+            let mut y = vec![0.0; t * width];
+            rms_norm(&v[0], &v[1], eps, &mut y);
+            y
+        };
+        let backward = |v: &[Vec<f32>], grad: &[f32]| {
+            let (mut x, mut weight) = (vec![0.0; t * width], vec![0.0; width]);
+            RmsNorm { x: &v[0], weight: &v[1], eps }.backward(grad, false, &mut x, &mut weight);
+            vec![x, weight]
+        };
+        check(&[noise(t * width, seed), noise(width, seed + 1)], forward, backward, 4e-3)?;
     }
 
     #[test]
     fn rope_pulls_back_to_what_it_turned(t in edge(), heads in 1_usize..4, half in edge()) {
-        let table = Arc::new(RopeTable::new(1e4, 2 * half, 500));
-        let positions: Arc<[u32]> = (0u32..).map(|at| at * 37 % 500).take(t).collect();
-        let x = input(&[t, heads, 2 * half], 1);
-        check(|v| rope_op(&v[0], Arc::clone(&positions), Arc::clone(&table)), &[x], 1e-3)?;
+        let table = RopeTable::new(1e4, 2 * half, 500);
+        let positions: Vec<u32> = (0u32..).map(|at| at * 37 % 500).take(t).collect();
+        let forward = |v: &[Vec<f32>]| {
+            let mut y = v[0].clone();
+            rope(&mut y, &positions, &table);
+            y
+        };
+        let backward = |_: &[Vec<f32>], grad: &[f32]| {
+            let mut grad = grad.to_vec();
+            rope_backward(&mut grad, &positions, &table);
+            vec![grad]
+        };
+        check(&[noise(t * heads * 2 * half, 1)], forward, backward, 1e-3)?;
     }
 
     #[test]
     fn silu_mul_pulls_back_to_gates_and_ups(t in edge(), inter in edge(), times in 0.5_f32..4.0) {
-        check(|v| silu_mul_op(&v[0]), &[scaled(&[t, 2 * inter], 1, times)], 2e-3)?;
+        let forward = |v: &[Vec<f32>]| {
+            let mut out = vec![0.0; t * inter];
+            silu_mul(&v[0], inter, &mut out);
+            out
+        };
+        let backward = |v: &[Vec<f32>], grad: &[f32]| {
+            let mut out = vec![0.0; v[0].len()];
+            silu_mul_backward(&v[0], grad, inter, &mut out);
+            vec![out]
+        };
+        check(&[scaled(t * 2 * inter, 1, times)], forward, backward, 2e-3)?;
     }
 
     #[test]
@@ -173,12 +235,29 @@ proptest! {
         t in 1_usize..5, width in edge(), vocab in select(vec![1_usize, 2, 15, 17, 33, 1023, 1025]),
         temperature in 0.5_f32..2.0,
     ) {
-        let targets: Arc<[u32]> = (0u32..).map(|at| at * 7919 % vocab as u32).take(t).collect();
-        let op = |v: &[Var]| {
-            let packed = Arc::new(PackedMatrix::pack(&values(&v[1]), vocab, width, Dtype::F32));
-            let (logprobs, entropies) = head_op(&v[0], &v[1], packed, Arc::clone(&targets), temperature)?;
-            Tensor::cat(&[logprobs, entropies], 0)
+        let ids: Vec<u32> = (0u32..).map(|at| at * 7919 % vocab as u32).take(t).collect();
+        let targets = Targets { ids: &ids, temperature };
+        // Logprobs, then entropies, then the targets' logits.
+        let scored = |v: &[Vec<f32>]| {
+            let mut out = vec![0.0; 3 * t];
+            let (logprobs, rest) = out.split_at_mut(t);
+            let (entropies, target_logits) = rest.split_at_mut(t);
+            let packed = PackedMatrix::pack(&v[1], vocab, width, Dtype::F32);
+            head_logprobs(&v[0], &packed, targets, Scores { logprobs, entropies, target_logits });
+            out
         };
-        check(op, &[input(&[t, width], 1), input(&[vocab, width], 2)], 4e-3)?;
+        let backward = |v: &[Vec<f32>], grad: &[f32]| {
+            let scored = scored(v);
+            let packed = &PackedMatrix::pack(&v[1], vocab, width, Dtype::F32);
+            let (logprobs, entropies, target_logits) = (&scored[..t], &scored[t..2 * t], &scored[2 * t..]);
+            let (hidden, weight) = (&v[0], &v[1]);
+            let gradient =
+                HeadGradient { hidden, weight, packed, targets, logprobs, entropies, target_logits };
+            let (mut hidden, mut weight) = (vec![0.0; t * width], vec![0.0; vocab * width]);
+            gradient.add((&grad[..t], &grad[t..]), (&mut hidden, &mut weight));
+            vec![hidden, weight]
+        };
+        let inputs = [noise(t * width, 1), noise(vocab * width, 2)];
+        check(&inputs, |v| scored(v)[..2 * t].to_vec(), backward, 4e-3)?;
     }
 }

@@ -95,7 +95,7 @@ impl Buffers {
         let head = &weights.head.as_ref().unwrap_or(&weights.embed).matrix;
         let [mut logprobs, mut entropies, mut target_logits] = [(); 3].map(|()| vec![0.0; targets.len()]);
         head_logprobs(
-            &hidden.values()[first * hidden.width..][..targets.len() * hidden.width],
+            &hidden.values()[first * hidden.width()..][..targets.len() * hidden.width()],
             head,
             Targets { ids: targets, temperature: 1.0 },
             Scores { logprobs: &mut logprobs, entropies: &mut entropies, target_logits: &mut target_logits },
