@@ -131,7 +131,7 @@ fn engine() {
 
 #[test]
 fn train() {
-    assert_snapshot!(help(&["bench", "train", "--help"]), @r"
+    assert_snapshot!(help(&["bench", "train", "--help"]), @"
     Measure how fast the trainer learns: replayed forward, loss, backward, AdamW
 
     Rollouts are made of the policy's own forward, with its logprobs and routes. They are then trained
@@ -162,9 +162,6 @@ fn train() {
 
               [default: 256]
 
-          --micro-batch-tokens <N>
-              Tokens of one forward and backward; by default a recipe's
-
           --dtype <DTYPE>
               Format of the products
 
@@ -173,6 +170,12 @@ fn train() {
               - bf16: Brain float, 8 significant bits
 
               [default: f32]
+
+          --micro-batch-tokens <N>
+              Tokens of one forward and backward; by default a recipe's
+
+          --recompute
+              Compute activations again in the backward, which takes less memory and more time
 
           --rounds <N>
               Rounds, beside one that warms up
@@ -201,7 +204,7 @@ fn train() {
 
 #[test]
 fn step() {
-    assert_snapshot!(help(&["bench", "step", "--help"]), @r"
+    assert_snapshot!(help(&["bench", "step", "--help"]), @"
     Measure a whole GRPO step: rollout, ring, replayed training, refit
 
     The parts are those of `r3 run`, without files and metrics: the worker's thread samples and scores,
@@ -252,6 +255,21 @@ fn step() {
               - bf16: Brain float, 8 significant bits
 
               [default: bf16]
+
+          --train-dtype <TRAIN_DTYPE>
+              Format of the trainer's products
+
+              Possible values:
+              - f32:  32-bit floating point
+              - bf16: Brain float, 8 significant bits
+
+              [default: f32]
+
+          --micro-batch-tokens <N>
+              Tokens of one forward and backward; by default a recipe's
+
+          --recompute
+              Compute activations again in the backward, which takes less memory and more time
 
           --rounds <N>
               Rounds, beside one that warms up

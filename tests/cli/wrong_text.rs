@@ -92,7 +92,7 @@ fn a_set_without_a_value() {
 #[test]
 fn a_set_of_an_unknown_key() {
     let directory = Directory::empty();
-    assert_snapshot!(directory.refused(&["run", "recipe.yaml", "--set", "run.step=3"]), @r"
+    assert_snapshot!(directory.refused(&["run", "recipe.yaml", "--set", "run.step=3"]), @"
     exit 2
     error: unknown key `run.step`
      --> --set:1:1
@@ -100,7 +100,7 @@ fn a_set_of_an_unknown_key() {
     1 | run.step=3
       | ^^^^^^^^
 
-    hint: did you mean `steps`? `run` takes `steps`, `seed`, `out`, `save_every`, `keep_last`
+    hint: did you mean `steps`? `run` takes `steps`, `seed`, `out`, `save_every`, `keep_last`, `keep_best`
     ");
 }
 

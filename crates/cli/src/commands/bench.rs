@@ -5,8 +5,10 @@ use std::path::PathBuf;
 use clap::value_parser;
 use r3_orchestrator::bench::flat;
 use r3_orchestrator::bench::subject::Subject;
+use r3_recipe::learning::Train;
 use serde::Serialize;
 
+use crate::args::DtypeArg;
 use crate::error::CliError;
 use crate::output;
 
@@ -79,6 +81,28 @@ struct RoundsArgs {
     /// End stdout with one line of JSON instead of the table; docs/json.md explains the keys
     #[arg(long)]
     json: bool,
+}
+
+/// How the trainer goes about it.
+#[derive(Debug, clap::Args)]
+struct TrainerArgs {
+    /// Tokens of one forward and backward; by default a recipe's
+    #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=1 << 24))]
+    micro_batch_tokens: Option<u32>,
+    /// Compute activations again in the backward, which takes less memory and more time
+    #[arg(long)]
+    recompute: bool,
+}
+
+impl TrainerArgs {
+    /// The section `train` of a recipe that says so.
+    fn section(&self, dtype: DtypeArg) -> Train {
+        let mut train = Train { dtype: dtype.into(), recompute: self.recompute, ..Train::default() };
+        if let Some(tokens) = self.micro_batch_tokens {
+            train.micro_batch_tokens = tokens as usize;
+        }
+        train
+    }
 }
 
 fn print(json: bool, measured: &impl Serialize, table: &str) -> Result<(), CliError> {

@@ -2,10 +2,9 @@
 
 use clap::value_parser;
 use r3_orchestrator::bench::step::{StepSetup, measure};
-use r3_recipe::learning::Train;
 
 use crate::args::DtypeArg;
-use crate::commands::bench::{ModelArgs, RoundsArgs, print};
+use crate::commands::bench::{ModelArgs, RoundsArgs, TrainerArgs, print};
 use crate::error::CliError;
 
 /// Measure a whole GRPO step: rollout, ring, replayed training, refit
@@ -34,6 +33,11 @@ pub(super) struct Args {
     /// Format of the engine's weights, keys and values
     #[arg(long, value_enum, default_value_t = DtypeArg::Bf16)]
     dtype: DtypeArg,
+    /// Format of the trainer's products
+    #[arg(long, value_enum, default_value_t = DtypeArg::F32)]
+    train_dtype: DtypeArg,
+    #[command(flatten)]
+    trainer: TrainerArgs,
     #[command(flatten)]
     rounds: RoundsArgs,
 }
@@ -51,7 +55,7 @@ impl Args {
             new: self.new as usize,
             rounds: self.rounds.rounds as usize,
             dtype: self.dtype.into(),
-            train: Train::default(),
+            train: self.trainer.section(self.train_dtype),
         };
         let measured = measure(&self.model.subject()?, &setup)?;
         print(self.rounds.json, &measured, &measured.table())

@@ -2,10 +2,9 @@
 
 use clap::value_parser;
 use r3_orchestrator::bench::train::{TrainSetup, measure};
-use r3_recipe::learning::Train;
 
 use crate::args::DtypeArg;
-use crate::commands::bench::{ModelArgs, RoundsArgs, print};
+use crate::commands::bench::{ModelArgs, RoundsArgs, TrainerArgs, print};
 use crate::error::CliError;
 
 /// Measure how fast the trainer learns: replayed forward, loss, backward, AdamW
@@ -24,27 +23,22 @@ pub(super) struct Args {
     /// Tokens of each that are fed to the model
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = value_parser!(u32).range(1..=1 << 20))]
     length: u32,
-    /// Tokens of one forward and backward; by default a recipe's
-    #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=1 << 24))]
-    micro_batch_tokens: Option<u32>,
     /// Format of the products
     #[arg(long, value_enum, default_value_t = DtypeArg::F32)]
     dtype: DtypeArg,
+    #[command(flatten)]
+    trainer: TrainerArgs,
     #[command(flatten)]
     rounds: RoundsArgs,
 }
 
 impl Args {
     pub(super) fn execute(&self) -> Result<(), CliError> {
-        let mut train = Train { dtype: self.dtype.into(), ..Train::default() };
-        if let Some(tokens) = self.micro_batch_tokens {
-            train.micro_batch_tokens = tokens as usize;
-        }
         let setup = TrainSetup {
             sequences: self.sequences as usize,
             length: self.length as usize,
             rounds: self.rounds.rounds as usize,
-            train,
+            train: self.trainer.section(self.dtype),
         };
         let measured = measure(&self.model.subject()?, &setup)?;
         print(self.rounds.json, &measured, &measured.table())
