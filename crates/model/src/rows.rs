@@ -1,6 +1,6 @@
 //! Activations on plain buffers, which are used again.
 
-/// Activations `[T, width]` in a buffer that goes back to its [`Pool`] when it is no longer needed.
+/// Activations `[T, width]` in a buffer that goes back to its pool when it is no longer needed.
 #[derive(Debug)]
 pub struct Rows {
     buffer: Vec<f32>,
