@@ -3,7 +3,7 @@
 //! Tokens are sorted by expert, each expert runs two packed products over its rows, and every token adds up its
 //! `K` results *in router order*, weighted by its gates. A token's result depends on that token alone, to the bit.
 
-use crate::gemm::{Dtype, PackedMatrix, Product, Rows, round_rows};
+use crate::gemm::{Dtype, PackedMatrix, Product, Rows, rows_in};
 use crate::parallel::{self, Disjoint};
 use crate::router::Choice;
 use crate::swiglu::{rounded_silu_mul_rows, silu_mul_rows};
@@ -119,8 +119,6 @@ pub struct Routed<'a> {
 #[derive(Debug, Default)]
 pub struct ExpertScratch {
     dispatch: Dispatch,
-    /// `[T, D]` rounded, in pairs, for bf16 experts.
-    tokens: Vec<u32>,
     /// One per thread.
     workers: Vec<Worker>,
     /// `[T K, D]`: answers, sorted by expert.
@@ -147,14 +145,9 @@ pub fn forward(x: &[f32], routed: Routed<'_>, experts: &Experts, scratch: &mut E
     assert_eq!(choice.n_experts(), n_experts, "the choice is among these experts");
 
     scratch.fit(choice, experts);
-    let ExpertScratch { dispatch, tokens, workers, out } = scratch;
-    let x = match experts.dtype() {
-        Dtype::F32 => Rows::F32(x),
-        Dtype::Bf16 => {
-            round_rows(x, width, tokens);
-            Rows::Bf16(tokens)
-        }
-    };
+    let ExpertScratch { dispatch, workers, out } = scratch;
+    let mut rounded = None;
+    let x = rows_in(experts.dtype(), x, width, &mut rounded);
     let segments = dispatch.segments();
     // Either segments run side by side, each on one thread, or, if they are too few for that, one after the other
     // with their products spread over the threads.
@@ -200,7 +193,6 @@ impl ExpertScratch {
             Dtype::F32 => (n_rows * operand, 0),
             Dtype::Bf16 => (0, n_rows * operand.div_ceil(2)),
         };
-        self.tokens.resize(if rounded > 0 { choice.n_tokens() * width.div_ceil(2) } else { 0 }, 0);
         for worker in &mut self.workers {
             grow(&mut worker.rows, rows);
             grow(&mut worker.rounded, rounded);

@@ -8,11 +8,11 @@
 //! bf16 rounds weights and activations (to nearest, ties to even) and accumulates in f32. Machines with AVX512-BF16
 //! multiply pairs in one instruction; others widen to f32. The two may differ in the last bits, calls never do.
 
-use std::cell::RefCell;
 use std::fmt;
 use std::ops::Range;
 
 use crate::parallel::{self, Disjoint};
+use crate::scratch::Scratch;
 
 pub(crate) mod bf16;
 pub(crate) mod gradient;
@@ -198,23 +198,10 @@ pub fn matmul_all<const N: usize>(
     weights: [(&PackedMatrix, Option<&[f32]>); N],
     y: [&mut [f32]; N],
 ) {
-    thread_local! {
-        /// Buffers for rounded activations. A stack, because a thread that waits for its tasks may run another
-        /// caller's matmul meanwhile.
-        static ROUNDED: RefCell<Vec<Vec<u32>>> = const { RefCell::new(Vec::new()) };
-    }
     let (k, dtype) = (weights[0].0.k, weights[0].0.dtype());
     assert!(x.len().is_multiple_of(k), "rows of x have {k} elements");
-    let mut rounded = Vec::new();
-    let rows = match dtype {
-        Dtype::F32 => Rows::F32(x),
-        Dtype::Bf16 => {
-            rounded = ROUNDED.with_borrow_mut(Vec::pop).unwrap_or_default();
-            rounded.resize(x.len() / k * k.div_ceil(2), 0);
-            round_rows(x, k, &mut rounded);
-            Rows::Bf16(&rounded)
-        }
-    };
+    let mut rounded = None;
+    let rows = rows_in(dtype, x, k, &mut rounded);
     let n_tasks = parallel::task_count(y.iter().map(|y| y.len() * k).sum());
     let mut y = y.into_iter();
     let products = weights.map(|(w, bias)| {
@@ -229,9 +216,6 @@ pub fn matmul_all<const N: usize>(
             index -= tiles.len();
         }
     });
-    if dtype == Dtype::Bf16 {
-        ROUNDED.with_borrow_mut(|stack| stack.push(rounded));
-    }
 }
 
 /// Rows of activations, as the kernels of a dtype read them.
@@ -244,19 +228,28 @@ pub(crate) enum Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
-    /// `T`, if a row has `k` elements.
-    pub(crate) fn len(self, k: usize) -> usize {
-        match self {
-            Self::F32(x) => x.len() / k,
-            Self::Bf16(x) => x.len() / k.div_ceil(2),
-        }
-    }
-
     /// The rows `rows` of `k` elements.
     pub(crate) fn narrow(self, rows: Range<usize>, k: usize) -> Self {
         match self {
             Self::F32(x) => Self::F32(&x[rows.start * k..rows.end * k]),
             Self::Bf16(x) => Self::Bf16(&x[rows.start * k.div_ceil(2)..rows.end * k.div_ceil(2)]),
+        }
+    }
+}
+
+/// `x` `[T, k]` in `dtype`; what has to be rounded for it lies in `rounded`.
+pub(crate) fn rows_in<'a>(
+    dtype: Dtype,
+    x: &'a [f32],
+    k: usize,
+    rounded: &'a mut Option<Scratch<u32>>,
+) -> Rows<'a> {
+    match dtype {
+        Dtype::F32 => Rows::F32(x),
+        Dtype::Bf16 => {
+            let rounded = rounded.insert(Scratch::take(x.len() / k * k.div_ceil(2)));
+            round_rows(x, k, rounded);
+            Rows::Bf16(rounded)
         }
     }
 }

@@ -6,13 +6,13 @@
 //! takes memory that grows with neither `T` nor `V`. The bits are those of `matmul` and
 //! [`chosen_logprobs`](crate::logprob::chosen_logprobs), which the engine samples with.
 
-use std::cell::RefCell;
 use std::ops::Range;
 
-use crate::gemm::{self, Dtype, PackedMatrix};
+use crate::gemm::{self, PackedMatrix};
 use crate::isa::{Isa, multiversion};
 use crate::logprob::{BLOCK, BlockSums, Distribution, EXP_WORK, inverse};
 use crate::parallel::{self, Disjoint};
+use crate::scratch::Scratch;
 
 pub mod gradient;
 #[cfg(test)]
@@ -55,10 +55,11 @@ pub fn head_logprobs(hidden: &[f32], head: &PackedMatrix, targets: Targets<'_>, 
         assert!((target as usize) < vocab, "target {target} of token {t} is not below {vocab}");
     }
     let scale = inverse(targets.temperature);
-    let mut rounded = Vec::new();
     for first in (0..n_rows).step_by(MAX_ROWS) {
         let rows = first..n_rows.min(first + MAX_ROWS);
-        let x = activations(&hidden[rows.start * width..rows.end * width], head, &mut rounded);
+        let mut rounded = None;
+        let x =
+            gemm::rows_in(head.dtype(), &hidden[rows.start * width..rows.end * width], width, &mut rounded);
         let ids = &targets.ids[rows.clone()];
         let tiles = row_tiles(x, head, ids, scale);
         for (i, t) in rows.enumerate() {
@@ -69,22 +70,6 @@ pub fn head_logprobs(hidden: &[f32], head: &PackedMatrix, targets: Targets<'_>, 
             target_logits[t] = tiles[ids[i] as usize / BLOCK * ids.len() + i].target;
             logprobs[t] = distribution.logprob(target_logits[t]);
             entropies[t] = distribution.entropy();
-        }
-    }
-}
-
-/// Rows in the dtype of the head, rounded into `rounded` if need be.
-fn activations<'a>(x: &'a [f32], head: &PackedMatrix, rounded: &'a mut Vec<u32>) -> gemm::Rows<'a> {
-    let (width, depth) = (head.k(), head.k().div_ceil(2));
-    match head.dtype() {
-        Dtype::F32 => gemm::Rows::F32(x),
-        Dtype::Bf16 => {
-            rounded.resize(x.len() / width * depth, 0);
-            parallel::for_rows(rounded, depth, width, |first, rounded| {
-                let n_rows = rounded.len() / depth;
-                gemm::round_rows(&x[first * width..][..n_rows * width], width, rounded);
-            });
-            gemm::Rows::Bf16(rounded)
         }
     }
 }
@@ -112,14 +97,14 @@ fn row_tiles(x: gemm::Rows<'_>, head: &PackedMatrix, ids: &[u32], scale: f32) ->
         let columns = block_columns(block, head.n());
         // SAFETY: tasks are distinct pairs of a block and a run of rows, and this range belongs to one such pair.
         let tiles = unsafe { parts.part(block * n_rows + rows.start..block * n_rows + rows.end) };
-        with_logits(x.narrow(rows.clone(), head.k()), head, columns.clone(), |logits| {
-            sum_rows(logits, scale, tiles);
-            for ((logits, &id), tile) in logits.chunks_exact(columns.len()).zip(&ids[rows]).zip(tiles) {
-                if columns.contains(&(id as usize)) {
-                    tile.target = logits[id as usize - columns.start];
-                }
+        let mut logits = Scratch::<f32>::take(rows.len() * columns.len());
+        gemm::multiply_columns(x.narrow(rows.clone(), head.k()), head, columns.clone(), &mut logits);
+        sum_rows(&logits, scale, tiles);
+        for ((logits, &id), tile) in logits.chunks_exact(columns.len()).zip(&ids[rows]).zip(tiles) {
+            if columns.contains(&(id as usize)) {
+                tile.target = logits[id as usize - columns.start];
             }
-        });
+        }
     });
     tiles
 }
@@ -127,18 +112,6 @@ fn row_tiles(x: gemm::Rows<'_>, head: &PackedMatrix, ids: &[u32], scale: f32) ->
 /// Tokens of a block of the vocabulary.
 fn block_columns(block: usize, vocab: usize) -> Range<usize> {
     block * BLOCK..vocab.min((block + 1) * BLOCK)
-}
-
-/// Calls `read` with the logits of some rows in `columns`, in a buffer that the thread keeps.
-fn with_logits(x: gemm::Rows<'_>, head: &PackedMatrix, columns: Range<usize>, read: impl FnOnce(&[f32])) {
-    thread_local! {
-        static LOGITS: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
-    }
-    LOGITS.with_borrow_mut(|logits| {
-        logits.resize(x.len(head.k()) * columns.len(), 0.0);
-        gemm::multiply_columns(x, head, columns, logits);
-        read(logits);
-    });
 }
 
 multiversion! {

@@ -7,6 +7,7 @@ use r3_kernels::experts::{ExpertDims, ExpertScratch, Experts, Routed, forward as
 use r3_kernels::gemm::{Dtype, PackedMatrix, matmul, matmul_all};
 use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
 use r3_kernels::numerics::Numerics;
+use r3_kernels::residual;
 use r3_kernels::rms_norm::{add_rms_norm, rms_norm};
 use r3_kernels::rope::{RopeTable, norm_rope};
 use r3_kernels::router::{Choice, Routing, choose, gates};
@@ -196,9 +197,7 @@ impl Executor for Buffers {
     }
 
     fn add(&mut self, mut x: Rows, y: Rows) -> Result<Rows, ModelError> {
-        for (x, y) in x.values_mut().iter_mut().zip(y.values()) {
-            *x += y;
-        }
+        residual::add(y.values(), x.values_mut());
         self.release(y);
         Ok(x)
     }

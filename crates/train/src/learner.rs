@@ -19,7 +19,7 @@ pub(crate) struct Learner {
 impl Learner {
     pub(crate) fn new(policy: Policy, config: AdamWConfig) -> Self {
         let optimiser = AdamW::new(policy.vars(), config);
-        let gradients = Gradients::new(policy.vars());
+        let gradients = Gradients::new(policy.zero_gradients());
         Self { policy, optimiser, version: PolicyVersion(0), gradients }
     }
 

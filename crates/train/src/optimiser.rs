@@ -208,7 +208,8 @@ mod tests {
     }
 
     fn gradients(vars: &[(String, Var)], factors: [f32; 3]) -> Gradients {
-        let mut gradients = Gradients::new(vars);
+        let zeros = vars.iter().map(|(_, var)| vec![0.0; var.elem_count()]).collect();
+        let mut gradients = Gradients::new(zeros);
         let elements = gradients.tensors_mut().iter_mut().flatten();
         elements.zip(factors).for_each(|(element, factor)| *element = factor);
         gradients

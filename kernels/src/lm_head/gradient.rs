@@ -1,6 +1,6 @@
 //! The head's backward pass, which computes the logits again.
 
-use super::{MAX_ROWS, TILE_ROWS, Targets, activations, block_columns};
+use super::{MAX_ROWS, TILE_ROWS, Targets, block_columns};
 use crate::exp::exp;
 use crate::gemm::gradient::{Left, PlainProduct};
 use crate::gemm::{self, PackedMatrix};
@@ -50,10 +50,11 @@ impl HeadGradient<'_> {
         let (width, vocab) = (self.packed.k(), self.packed.n());
         let rows = self.rows(logprob_grads, entropy_grads);
         let (hidden_grad, weight_grad) = out;
-        let (mut rounded, mut logit_grads) = (Vec::new(), Vec::new());
+        let mut logit_grads = Vec::new();
         let runs = self.hidden.chunks(MAX_ROWS * width).zip(hidden_grad.chunks_mut(MAX_ROWS * width));
         for ((hidden, hidden_grad), rows) in runs.zip(rows.chunks(MAX_ROWS)) {
-            let x = activations(hidden, self.packed, &mut rounded);
+            let mut rounded = None;
+            let x = gemm::rows_in(self.packed.dtype(), hidden, width, &mut rounded);
             for block in 0..vocab.div_ceil(BLOCK) {
                 let columns = block_columns(block, vocab);
                 logit_grads.resize(rows.len() * columns.len(), 0.0);

@@ -2,7 +2,7 @@ use proptest::prelude::{ProptestConfig, Strategy, prop_assert, prop_assert_eq, p
 
 use super::gradient::HeadGradient;
 use super::*;
-use crate::gemm::matmul;
+use crate::gemm::{Dtype, matmul};
 use crate::logprob::chosen_logprobs;
 use crate::testing::{bits, in_pool, noise};
 

@@ -111,7 +111,7 @@ pub struct Tape {
     layer_start: usize,
     /// Layers that ended.
     n_layers: usize,
-    /// The experts of this pass, `[L, T, K]`: what a layer that runs again replays.
+    /// The experts of this pass, `[L, T, K]`: what a layer that runs again replays; empty if none will.
     pub(super) routes: Vec<u16>,
     /// Router logits of this pass, `[T, E]` a MoE layer.
     pub(super) router_scores: Vec<Vec<f32>>,
@@ -297,7 +297,9 @@ impl Executor for Tape {
     fn end_layer(&mut self, ends: [NodeId; 2]) -> [NodeId; 2] {
         for node in &self.nodes[self.layer_start..] {
             if let Op::Route { scores, choice, .. } = &node.op {
-                self.routes.extend_from_slice(choice.ids());
+                if self.recompute {
+                    self.routes.extend_from_slice(choice.ids());
+                }
                 self.router_scores.push(self.values(*scores).to_vec());
             }
         }
