@@ -48,7 +48,7 @@ fn gemm(c: &mut Criterion) {
     let (mut x_grad, mut w_grad) = (vec![0.0; 512 * k], vec![0.0; n * k]);
     group.throughput(Throughput::Elements((4 * 512 * n * k) as u64));
     for dtype in DTYPES {
-        let operands = Linear { x: &x, w: &w, k, dtype };
+        let operands = Linear { x: &x, w: &w, k, dtype, lengths: &[512] };
         group.bench_function(format!("{dtype}/backward/512x{n}x{k}"), |b| {
             b.iter(|| {
                 operands.x_gradient(black_box(&grad), false, black_box(&mut x_grad));
@@ -94,7 +94,8 @@ fn experts(c: &mut Criterion) {
         let packed = Experts::pack(&gate_up, &down, DIMS, dtype);
         trace.forward(&x, Routed { choice: &choice, gates: &weights }, &packed, &mut y);
         let (gate_up, down) = (&gate_up[..], &down[..]);
-        let operands = ExpertOperands { x: &x, gates: &weights, gate_up, down, width, inter, dtype };
+        let (x, gates, lengths) = (&x[..], &weights[..], &[512][..]);
+        let operands = ExpertOperands { x, gates, gate_up, down, width, inter, dtype, lengths };
         group.bench_function(format!("{dtype}/backward/512"), |b| {
             b.iter(|| {
                 let (x, gates) = (&mut x_grad[..], &mut gates_grad[..]);
@@ -178,7 +179,8 @@ fn logprob(c: &mut Criterion) {
     });
     let (hidden, weight, packed) = (&hidden[..], &weight[..], &packed);
     let (logprobs, entropies, target_logits) = (&logprobs[..], &entropies[..], &target_logits[..]);
-    let head = HeadGradient { hidden, weight, packed, targets, logprobs, entropies, target_logits };
+    let lengths = &[t];
+    let head = HeadGradient { hidden, weight, packed, targets, logprobs, entropies, target_logits, lengths };
     let (pull, mut hidden_grad, mut weight_grad) =
         (vec![1.0; t], vec![0.0; t * width], vec![0.0; vocab * width]);
     group.bench_function(format!("head_backward/{t}x{width}x{vocab}"), |b| {

@@ -120,13 +120,12 @@ pub struct RmsNorm<'a> {
     pub eps: f32,
 }
 
-/// Rows whose weight gradients are summed up by one task: a constant, so that the order of that sum does not depend
-/// on the threads.
-const BLOCK_ROWS: usize = 64;
+/// Columns whose weight gradients stay in registers while all rows pass by.
+const RUN: usize = 64;
 
 impl RmsNorm<'_> {
     /// Gradients from `grad` `[T, D]`: of `x`, written to `x_grad` `[T, D]` or, with `onto`, added to it; of the weight,
-    /// added to `weight_grad` `[D]`.
+    /// added to `weight_grad` `[D]`, where every element is one chain over the rows, which goes on from call to call.
     ///
     /// # Panics
     /// If the shapes do not fit.
@@ -134,60 +133,86 @@ impl RmsNorm<'_> {
         let width = self.weight.len();
         assert_eq!([self.x.len(), x_grad.len()], [grad.len(); 2], "x and its gradient have the shape of y");
         assert_eq!(weight_grad.len(), width, "the weight's gradient is [D]");
-        let n_rows = grad.len() / width;
-        let n_blocks = n_rows.div_ceil(BLOCK_ROWS);
-        let mut sums = Scratch::<f32>::take(n_blocks * width);
-        sums.fill(0.0);
-        let (x_parts, sum_parts) = (Disjoint::new(x_grad), Disjoint::new(&mut sums));
-        parallel::for_each(n_blocks, 6 * grad.len(), |block| {
-            let rows = block * BLOCK_ROWS * width..((block + 1) * BLOCK_ROWS).min(n_rows) * width;
+        let mut scales = Scratch::<f32>::take(grad.len() / width);
+        let scale_parts = Disjoint::new(&mut scales);
+        parallel::for_rows(x_grad, width, row_work(width), |first, x_grad| {
+            let rows = first * width..first * width + x_grad.len();
             let operands = RmsNorm { x: &self.x[rows.clone()], ..*self };
-            // SAFETY: blocks of rows do not overlap.
-            let x_grad = unsafe { x_parts.part(rows.clone()) };
-            // SAFETY: each block has its own row of sums.
-            let sums = unsafe { sum_parts.part(block * width..(block + 1) * width) };
-            backward_rows(&operands, &grad[rows], onto, x_grad, sums);
+            // SAFETY: runs of rows do not overlap.
+            let scales = unsafe { scale_parts.part(first..first + x_grad.len() / width) };
+            backward_rows(&operands, &grad[rows], onto, (x_grad, scales));
         });
-        for sums in sums.chunks_exact(width) {
-            for (total, sum) in weight_grad.iter_mut().zip(sums) {
-                *total += sum;
-            }
-        }
+        let n_runs = width.div_ceil(RUN);
+        let weight_parts = Disjoint::new(weight_grad);
+        parallel::for_each(n_runs, 2 * grad.len(), |run| {
+            let columns = run * RUN..width.min((run + 1) * RUN);
+            // SAFETY: runs of columns do not overlap.
+            let out = unsafe { weight_parts.part(columns.clone()) };
+            add_weight_gradient((self.x, grad), &scales, (columns.start, width), out);
+        });
     }
 }
 
 multiversion! {
     fn backward_rows(
-        operands: &RmsNorm<'_>, grad: &[f32], onto: bool, x_grad: &mut [f32], weight_grad: &mut [f32],
+        operands: &RmsNorm<'_>, grad: &[f32], onto: bool, out: (&mut [f32], &mut [f32]),
     ) = backward_rows_body;
 }
 
-/// With `r = 1 / sqrt(mean(x^2) + eps)`: `x_grad = r (w grad - x r^2 mean(w grad x))`, `weight_grad += x r grad`.
+/// With `r = 1 / sqrt(mean(x^2) + eps)`: `x_grad = r (w grad - x r^2 mean(w grad x))`. `out` is that and each row's `r`.
 #[inline(always)]
 fn backward_rows_body<I: Isa>(
     operands: &RmsNorm<'_>,
     grad: &[f32],
     onto: bool,
-    x_grad: &mut [f32],
-    weight_grad: &mut [f32],
+    (x_grad, scales): (&mut [f32], &mut [f32]),
 ) {
     let &RmsNorm { x, weight, eps } = operands;
     let width = weight.len();
-    for ((x, grad), x_grad) in
-        x.chunks_exact(width).zip(grad.chunks_exact(width)).zip(x_grad.chunks_exact_mut(width))
-    {
+    let rows = x.chunks_exact(width).zip(grad.chunks_exact(width));
+    for ((x, grad), (x_grad, out)) in rows.zip(x_grad.chunks_exact_mut(width).zip(scales)) {
         let scale = inverse_rms::<I>(x, eps);
+        *out = scale;
         let mean = sum_of_products::<I, 3>([weight, grad, x]) / width as f32;
         let pull = scale * scale * mean;
-        let operands = x.iter().zip(grad).zip(weight);
-        for (((&x, &grad), &weight), (x_grad, weight_grad)) in
-            operands.zip(x_grad.iter_mut().zip(&mut *weight_grad))
-        {
+        for (((&x, &grad), &weight), x_grad) in x.iter().zip(grad).zip(weight).zip(x_grad) {
             let slope = scale * (weight * grad - x * pull);
             *x_grad = if onto { *x_grad + slope } else { slope };
-            *weight_grad += x * scale * grad;
         }
     }
+}
+
+multiversion! {
+    /// `out += sum_t x_t r_t grad_t`, row by row, for the columns from `first` on of rows of `width`.
+    fn add_weight_gradient(
+        operands: (&[f32], &[f32]), scales: &[f32], columns: (usize, usize), out: &mut [f32],
+    ) = add_weight_gradient_body;
+}
+
+#[inline(always)]
+fn add_weight_gradient_body<I: Isa>(
+    (x, grad): (&[f32], &[f32]),
+    scales: &[f32],
+    (first, width): (usize, usize),
+    out: &mut [f32],
+) {
+    let n = out.len();
+    let mut sums = [0.0; RUN];
+    sums[..n].copy_from_slice(out);
+    for ((x, grad), &scale) in x.chunks_exact(width).zip(grad.chunks_exact(width)).zip(scales) {
+        let (x, grad) = (&x[first..first + n], &grad[first..first + n]);
+        // A loop of known length, so that the sums stay in registers.
+        if let (Ok(x), Ok(grad)) = (<&[f32; RUN]>::try_from(x), <&[f32; RUN]>::try_from(grad)) {
+            for ((sum, x), &grad) in sums.iter_mut().zip(x).zip(grad) {
+                *sum = I::mul_add(x * scale, grad, *sum);
+            }
+        } else {
+            for ((sum, x), &grad) in sums.iter_mut().zip(x).zip(grad) {
+                *sum = I::mul_add(x * scale, grad, *sum);
+            }
+        }
+    }
+    out.copy_from_slice(&sums[..n]);
 }
 
 #[cfg(test)]
@@ -254,10 +279,10 @@ mod tests {
         assert_eq!((added, out), (sums, expected));
     }
 
-    /// The same formula in candle's own operations, whose gradient is candle's; more rows than one block.
+    /// The same formula in candle's own operations, whose gradient is candle's; more columns than one run.
     #[test]
     fn the_gradients_are_those_of_candle() {
-        for (n_rows, width) in [(1, 1), (5, 67), (BLOCK_ROWS * 2 + 3, 16)] {
+        for (n_rows, width) in [(1, 1), (5, 67), (131, 16), (40, 2 * RUN)] {
             let (x, weight, pull) = (wave(n_rows * width, 0.0), wave(width, 3.0), wave(n_rows * width, 7.0));
             let tensor = |values: &[f32]| {
                 Var::from_slice(values, (values.len() / width, width), &Device::Cpu).unwrap()
@@ -287,6 +312,24 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_weights_gradient_is_one_chain_over_rows(width in 1_usize..200, n_rows in 0_usize..40, cut in 0_usize..40) {
+            let (x, weight, pull) = (wave(n_rows * width, 0.0), wave(width, 3.0), wave(n_rows * width, 7.0));
+            let run = |rows: std::ops::Range<usize>, weight_grad: &mut [f32]| {
+                let rows = rows.start * width..rows.end * width;
+                let mut x_grad = vec![f32::NAN; rows.len()];
+                let norm = RmsNorm { x: &x[rows.clone()], weight: &weight, eps: 1e-5 };
+                norm.backward(&pull[rows], false, &mut x_grad, weight_grad);
+                x_grad
+            };
+            let (mut whole, mut parts, cut) = (wave(width, 1.0), wave(width, 1.0), cut.min(n_rows));
+            let x_grad = run(0..n_rows, &mut whole);
+            prop_assert_eq!([run(0..cut, &mut parts), run(cut..n_rows, &mut parts)].concat(), x_grad);
+            prop_assert_eq!(bits(&parts), bits(&whole));
         }
     }
 

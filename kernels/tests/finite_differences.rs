@@ -101,7 +101,7 @@ proptest! {
         };
         let backward = |v: &[Vec<f32>], grad: &[f32]| {
             let (mut x, mut w) = (vec![0.0; t * k], vec![0.0; n * k]);
-            let operands = Linear { x: &v[0], w: &v[1], k, dtype: Dtype::F32 };
+            let operands = Linear { x: &v[0], w: &v[1], k, dtype: Dtype::F32, lengths: &[t] };
             operands.x_gradient(grad, false, &mut x);
             operands.add_w_gradient(grad, &mut w);
             vec![x, w]
@@ -126,7 +126,8 @@ proptest! {
             let [x, gates, gate_up, down] = &mut out[..] else { unreachable!("four inputs") };
             let grads = ExpertGrads { x, gates, gate_up, down };
             let [x, gates, gate_up, down] = v else { unreachable!("four inputs") };
-            let operands = ExpertOperands { x, gates, gate_up, down, width, inter, dtype: Dtype::F32 };
+            let (dtype, lengths) = (Dtype::F32, &[n_tokens][..]);
+            let operands = ExpertOperands { x, gates, gate_up, down, width, inter, dtype, lengths };
             run(v).0.backward(&operands, grad, grads);
             out
         };
@@ -250,9 +251,9 @@ proptest! {
             let scored = scored(v);
             let packed = &PackedMatrix::pack(&v[1], vocab, width, Dtype::F32);
             let (logprobs, entropies, target_logits) = (&scored[..t], &scored[t..2 * t], &scored[2 * t..]);
-            let (hidden, weight) = (&v[0], &v[1]);
+            let (hidden, weight, lengths) = (&v[0], &v[1], &[t]);
             let gradient =
-                HeadGradient { hidden, weight, packed, targets, logprobs, entropies, target_logits };
+                HeadGradient { hidden, weight, packed, targets, logprobs, entropies, target_logits, lengths };
             let (mut hidden, mut weight) = (vec![0.0; t * width], vec![0.0; vocab * width]);
             gradient.add((&grad[..t], &grad[t..]), (&mut hidden, &mut weight));
             vec![hidden, weight]

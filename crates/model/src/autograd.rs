@@ -281,6 +281,7 @@ impl Policy {
             logprobs: &last.scores.logprobs,
             entropies: &last.scores.entropies,
             target_logits: &last.scores.target_logits,
+            lengths: &last.attend.lengths,
         };
         gradient.add(of_scores, (hidden_grad.values_mut(), &mut gradients[id.0]));
         top.grad = Some(Arc::new(hidden_grad));

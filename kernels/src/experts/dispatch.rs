@@ -99,6 +99,20 @@ impl Dispatch {
         &self.tokens[rows]
     }
 
+    /// How many of an expert's `rows` are of each sequence that sends it any, in order, where sequences have `lengths`
+    /// tokens.
+    pub(super) fn lengths_of(&self, rows: Range<usize>, lengths: &[usize]) -> Vec<usize> {
+        let (mut tokens, mut end) = (self.tokens(rows), 0);
+        let mut counts = Vec::with_capacity(lengths.len().min(tokens.len()));
+        for length in lengths {
+            end += length;
+            let (here, rest) = tokens.split_at(tokens.partition_point(|&token| (token as usize) < end));
+            tokens = rest;
+            counts.extend((!here.is_empty()).then_some(here.len()));
+        }
+        counts
+    }
+
     /// Copies the tokens of `rows` from `x` `[T, width]` to `out` `[rows, width]`.
     pub(super) fn gather<W: Copy>(&self, x: &[W], width: usize, rows: Range<usize>, out: &mut [W]) {
         for (out, &token) in out.chunks_exact_mut(width).zip(self.tokens(rows)) {

@@ -124,6 +124,7 @@ impl Layer {
             width: self.dims.width,
             inter: self.dims.inter,
             dtype,
+            lengths: &[choice.n_tokens()],
         };
         let mut grads =
             [(&self.x, f32::NAN), (&self.gates, f32::NAN), (&self.gate_up, 0.0), (&self.down, 0.0)]

@@ -52,8 +52,8 @@ impl ExpertTrace {
 
     /// Gradients of the forward that this trace is of.
     ///
-    /// Deterministic: one task per expert, whose weights' gradients are chains over its tokens in order, and a sum in
-    /// router order for `x`. The choice itself has no gradient: replay is hard assignment (R3, arXiv 2510.11370).
+    /// Deterministic: one task per expert, whose weights' gradients are chains over its tokens in order, which go on from
+    /// call to call, and a sum in router order for `x`. The choice itself has no gradient: replay is hard assignment (R3, arXiv 2510.11370).
     ///
     /// # Panics
     /// If the shapes do not fit.
@@ -88,8 +88,9 @@ impl ExpertTrace {
         (grad, row_gates): (&[f32], &[f32]),
         parts: &Parts<'_>,
     ) {
-        let &ExpertOperands { x, width, inter, dtype, .. } = operands;
+        let &ExpertOperands { x, width, inter, dtype, lengths, .. } = operands;
         let rows = self.dispatch.expert_rows(expert);
+        let lengths = self.dispatch.lengths_of(rows.clone(), lengths);
         let len = inter * width;
         // SAFETY: experts share no row, and each is visited once.
         let row_grads = unsafe { parts.rows.part(rows.start * width..rows.end * width) };
@@ -111,7 +112,7 @@ impl ExpertTrace {
             PlainProduct { a: Left::Plain(a), b: w, n, dtype, onto: false }.run_in(1, out);
         };
         let add_outer = |grads: &[f32], x: &[f32], n, out: &mut [f32]| {
-            PlainProduct { a: Left::Transposed(grads), b: x, n, dtype, onto: true }.run_in(1, out);
+            PlainProduct { a: Left::Transposed(grads, &lengths), b: x, n, dtype, onto: true }.run_in(1, out);
         };
         self.dispatch.gather(grad, width, rows.clone(), &mut gathered);
         silu_mul_rows(hidden, inter, &mut act);
@@ -144,6 +145,9 @@ pub struct ExpertOperands<'a> {
     pub inter: usize,
     /// What both operands of a product are rounded to.
     pub dtype: Dtype,
+    /// `[S]`: tokens of each sequence, summing to `T`. Sequences that are multiplied in several calls, one after the other,
+    /// have the weights' gradients of one call, in every bit.
+    pub lengths: &'a [usize],
 }
 
 /// Where gradients go.

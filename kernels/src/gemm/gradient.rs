@@ -11,8 +11,9 @@ use crate::scratch::{Plain, Scratch};
 pub(crate) enum Left<'a> {
     /// `[m, k]`.
     Plain(&'a [f32]),
-    /// `[k, m]`, to be read as its transpose.
-    Transposed(&'a [f32]),
+    /// `[k, m]`, to be read as its transpose, and how many of its rows belong together, summing to `k`: a pair of bf16
+    /// is of one run, so that runs multiplied one after the other have the bits of all at once.
+    Transposed(&'a [f32], &'a [usize]),
 }
 
 /// `a b`: `a` is `[m, k]`, `b` `[k, n]`. [`Dtype::Bf16`] rounds both first; sums are f32 either way.
@@ -22,8 +23,8 @@ pub(crate) struct PlainProduct<'a> {
     pub(crate) b: &'a [f32],
     pub(crate) n: usize,
     pub(crate) dtype: Dtype,
-    /// Whether it is added to what the result holds instead of replacing it. Chains then go on from there, so in f32
-    /// matrices cut along `k` have the bits of whole ones.
+    /// Whether it is added to what the result holds instead of replacing it. Chains then go on from there, so matrices cut
+    /// along `k` have the bits of whole ones: anywhere in f32, between runs in bf16.
     pub(crate) onto: bool,
 }
 
@@ -46,7 +47,7 @@ impl PlainProduct<'_> {
 
     fn run_words<W: Word>(&self, n_tasks: usize, out: &mut [f32]) {
         let &Self { a, b, n, onto, .. } = self;
-        let (Left::Plain(values) | Left::Transposed(values)) = a;
+        let (Left::Plain(values) | Left::Transposed(values, _)) = a;
         let (m, k) = (out.len() / n, b.len() / n);
         assert_eq!(out.len(), m * n, "the product has rows of {n}");
         assert_eq!((b.len(), values.len()), (k * n, m * k), "operands are [{m}, {k}] and [{k}, {n}]");
@@ -56,17 +57,20 @@ impl PlainProduct<'_> {
         if k == 0 || m == 0 {
             return;
         }
-        let depth = k.div_ceil(W::DEPTH);
+        let whole = [k];
+        let runs = if let Left::Transposed(_, runs) = a { runs } else { &whole };
+        assert_eq!(runs.iter().sum::<usize>(), k, "every row is of a run");
+        let depth = W::depth(runs);
         let mut lines = Scratch::<Line<W>>::take(n.div_ceil(LANES) * depth);
-        for_chunks(&mut lines, depth, n_tasks, |panel, lines| W::lines(b, n, panel * LANES, lines));
+        for_chunks(&mut lines, depth, n_tasks, |panel, lines| W::lines((b, n, runs), panel * LANES, lines));
         let (blocked, n_words) = match a {
             Left::Plain(_) => (false, W::rounded_len(values.len(), k)),
-            Left::Transposed(_) => (true, m.next_multiple_of(TILE_ROWS) * depth),
+            Left::Transposed(..) => (true, m.next_multiple_of(TILE_ROWS) * depth),
         };
         let mut words = Scratch::<W>::take(n_words);
         let x = if blocked {
             for_chunks(&mut words, TILE_ROWS * depth, n_tasks, |block, words| {
-                W::blocks(values, m, block * TILE_ROWS, words.as_chunks_mut().0);
+                W::blocks((values, m, runs), block * TILE_ROWS, words.as_chunks_mut().0);
             });
             &words
         } else {
@@ -79,25 +83,29 @@ impl PlainProduct<'_> {
     }
 }
 
+/// A matrix `[k, width]` to be read by columns, its width, and its runs of rows.
+type Columns<'a> = (&'a [f32], usize, &'a [usize]);
+
 /// What the kernels multiply: an f32, or two bf16 that are neighbours along the depth.
 trait Word: Plain + Send + Sync {
-    /// Elements of a word.
-    const DEPTH: usize;
-
+    /// Words along `runs`.
+    fn depth(runs: &[usize]) -> usize;
     /// Words that [`Self::rows`] needs for `len` elements in rows of `k`.
     fn rounded_len(len: usize, k: usize) -> usize;
     /// Rows of `k` as they are, along the depth.
     fn rows<'a>(values: &'a [f32], k: usize, words: &'a mut [Self]) -> &'a [Self];
-    /// The 16 columns from `first` on of `matrix` `[k, width]`, zeros beyond its end.
-    fn lines(matrix: &[f32], width: usize, first: usize, lines: &mut [Line<Self>]);
+    /// The 16 columns from `first` on of `matrix`, zeros beyond its end.
+    fn lines(matrix: Columns<'_>, first: usize, lines: &mut [Line<Self>]);
     /// The same of eight columns.
-    fn blocks(matrix: &[f32], width: usize, first: usize, blocks: &mut [[Self; TILE_ROWS]]);
+    fn blocks(matrix: Columns<'_>, first: usize, blocks: &mut [[Self; TILE_ROWS]]);
     /// The kernel.
     fn multiply(job: &Job<'_, Self>, tile: &Tile);
 }
 
 impl Word for f32 {
-    const DEPTH: usize = 1;
+    fn depth(runs: &[usize]) -> usize {
+        runs.iter().sum()
+    }
 
     fn rounded_len(_: usize, _: usize) -> usize {
         0
@@ -107,11 +115,11 @@ impl Word for f32 {
         values
     }
 
-    fn lines(matrix: &[f32], width: usize, first: usize, lines: &mut [Line<f32>]) {
+    fn lines((matrix, width, _): Columns<'_>, first: usize, lines: &mut [Line<f32>]) {
         copy_columns(matrix, width, first, lines.iter_mut().map(|line| &mut line.0));
     }
 
-    fn blocks(matrix: &[f32], width: usize, first: usize, blocks: &mut [[f32; TILE_ROWS]]) {
+    fn blocks((matrix, width, _): Columns<'_>, first: usize, blocks: &mut [[f32; TILE_ROWS]]) {
         copy_columns(matrix, width, first, blocks.iter_mut());
     }
 
@@ -121,7 +129,9 @@ impl Word for f32 {
 }
 
 impl Word for u32 {
-    const DEPTH: usize = 2;
+    fn depth(runs: &[usize]) -> usize {
+        runs.iter().map(|rows| rows.div_ceil(2)).sum()
+    }
 
     fn rounded_len(len: usize, k: usize) -> usize {
         len / k * k.div_ceil(2)
@@ -132,12 +142,12 @@ impl Word for u32 {
         words
     }
 
-    fn lines(matrix: &[f32], width: usize, first: usize, lines: &mut [Line<u32>]) {
-        round_lines(matrix, width, first, lines);
+    fn lines(matrix: Columns<'_>, first: usize, lines: &mut [Line<u32>]) {
+        round_lines(matrix, first, lines);
     }
 
-    fn blocks(matrix: &[f32], width: usize, first: usize, blocks: &mut [[u32; TILE_ROWS]]) {
-        round_blocks(matrix, width, first, blocks);
+    fn blocks(matrix: Columns<'_>, first: usize, blocks: &mut [[u32; TILE_ROWS]]) {
+        round_blocks(matrix, first, blocks);
     }
 
     fn multiply(job: &Job<'_, u32>, tile: &Tile) {
@@ -158,24 +168,36 @@ fn copy_columns<'a, const N: usize>(
 }
 
 multiversion! {
-    fn round_lines(matrix: &[f32], width: usize, first: usize, lines: &mut [Line<u32>]) = round_lines_body;
+    fn round_lines(matrix: Columns<'_>, first: usize, lines: &mut [Line<u32>]) = round_lines_body;
 }
 
 #[inline(always)]
-fn round_lines_body<I: Isa>(matrix: &[f32], width: usize, first: usize, lines: &mut [Line<u32>]) {
-    for (line, rows) in lines.iter_mut().zip(matrix.chunks(2 * width)) {
-        line.0 = round_columns(rows, width, first);
-    }
+fn round_lines_body<I: Isa>(matrix: Columns<'_>, first: usize, lines: &mut [Line<u32>]) {
+    round_runs(matrix, first, lines.iter_mut().map(|line| &mut line.0));
 }
 
 multiversion! {
-    fn round_blocks(matrix: &[f32], width: usize, first: usize, blocks: &mut [[u32; TILE_ROWS]]) = round_blocks_body;
+    fn round_blocks(matrix: Columns<'_>, first: usize, blocks: &mut [[u32; TILE_ROWS]]) = round_blocks_body;
 }
 
 #[inline(always)]
-fn round_blocks_body<I: Isa>(matrix: &[f32], width: usize, first: usize, blocks: &mut [[u32; TILE_ROWS]]) {
-    for (block, rows) in blocks.iter_mut().zip(matrix.chunks(2 * width)) {
-        *block = round_columns(rows, width, first);
+fn round_blocks_body<I: Isa>(matrix: Columns<'_>, first: usize, blocks: &mut [[u32; TILE_ROWS]]) {
+    round_runs(matrix, first, blocks.iter_mut());
+}
+
+/// Rounds the `N` columns from `first` on to pairs of two rows of a run; an odd last one is paired with zeros.
+#[inline(always)]
+fn round_runs<'a, const N: usize>(
+    (mut matrix, width, runs): Columns<'_>,
+    first: usize,
+    mut out: impl Iterator<Item = &'a mut [u32; N]>,
+) {
+    for rows in runs {
+        let (run, rest) = matrix.split_at(rows * width);
+        matrix = rest;
+        for (rows, out) in run.chunks(2 * width).zip(out.by_ref()) {
+            *out = round_columns(rows, width, first);
+        }
     }
 }
 
@@ -234,7 +256,7 @@ mod tests {
         let (a, b) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, -1.0, 0.5, 2.0]);
         for dtype in [Dtype::F32, Dtype::Bf16] {
             let mut out = [f32::NAN; 6];
-            product(Left::Transposed(&a), &b, 2, dtype, &mut out);
+            product(Left::Transposed(&a, &[2]), &b, 2, dtype, &mut out);
             assert_eq!(out, [3.0, 7.0, 4.5, 8.0, 6.0, 9.0]);
             product(Left::Plain(&a), &b, 2, dtype, &mut out);
             assert_eq!(out, [2.0, 3.0, 5.0, 5.0, 8.0, 7.0]);
@@ -242,7 +264,7 @@ mod tests {
             assert_eq!(out, [4.0, 6.0, 10.0, 10.0, 16.0, 14.0]);
             PlainProduct { a: Left::Plain(&[]), b: &[], n: 2, dtype, onto: true }.run(&mut out);
             assert_eq!(out, [4.0, 6.0, 10.0, 10.0, 16.0, 14.0]);
-            product(Left::Transposed(&[]), &[], 2, dtype, &mut out);
+            product(Left::Transposed(&[], &[]), &[], 2, dtype, &mut out);
             assert_eq!(out, [0.0; 6]);
         }
     }
@@ -274,7 +296,7 @@ mod tests {
                 })
             };
             let expected: Vec<f32> = (0..m * n).map(|i| chain(i / n, i % n)).collect();
-            for (threads, a) in [(1, Left::Plain(&a)), (2, Left::Plain(&a)), (2, Left::Transposed(&transposed))] {
+            for (threads, a) in [(1, Left::Plain(&a)), (2, Left::Plain(&a)), (2, Left::Transposed(&transposed, &[k]))] {
                 let mut out = if onto { first.clone() } else { vec![f32::NAN; m * n] };
                 let product = PlainProduct { a, b: &b, n, dtype: Dtype::F32, onto };
                 in_pool(threads, || product.run(&mut out));
@@ -291,7 +313,7 @@ mod tests {
             let (transposed, mut plain, mut out) = (transpose(&a, m, k), vec![f32::NAN; m * n], vec![f32::NAN; m * n]);
             in_pool(threads, || {
                 product(Left::Plain(&a), &b, n, Dtype::Bf16, &mut plain);
-                product(Left::Transposed(&transposed), &b, n, Dtype::Bf16, &mut out);
+                product(Left::Transposed(&transposed, &[k]), &b, n, Dtype::Bf16, &mut out);
             });
             prop_assert_eq!(bits(&out), bits(&plain));
             product(Left::Plain(&round(a)), &round(b), n, Dtype::F32, &mut out);

@@ -14,6 +14,9 @@ pub struct Linear<'a> {
     pub k: usize,
     /// What both operands of a product are rounded to; the gradient passes through the rounding as if it were not there.
     pub dtype: Dtype,
+    /// `[S]`: tokens of each sequence, summing to `T`. Sequences that are multiplied in several calls, one after the other,
+    /// have the weight's gradient of one call, in every bit.
+    pub lengths: &'a [usize],
 }
 
 impl Linear<'_> {
@@ -32,7 +35,7 @@ impl Linear<'_> {
     /// # Panics
     /// If the shapes do not fit.
     pub fn add_w_gradient(&self, grad: &[f32], out: &mut [f32]) {
-        let &Self { x, k, dtype, .. } = self;
-        PlainProduct { a: Left::Transposed(grad), b: x, n: k, dtype, onto: true }.run(out);
+        let &Self { x, k, dtype, lengths, .. } = self;
+        PlainProduct { a: Left::Transposed(grad, lengths), b: x, n: k, dtype, onto: true }.run(out);
     }
 }

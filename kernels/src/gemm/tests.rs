@@ -170,6 +170,54 @@ fn by<W>(kernel: Kernel<W>, x: &[W], lines: &[Line<W>], (t, n): (usize, usize)) 
     y
 }
 
+/// Of a product in two parts along `K`, the second on top of the first; the first takes whole words.
+fn by_parts<W: Copy>(kernel: Kernel<W>, parts: [(&[W], &[Line<W>]); 2], (t, n): (usize, usize)) -> Vec<f32> {
+    let mut y = vec![f32::NAN; t * n];
+    let n_panels = n.div_ceil(LANES);
+    for (onto, (x, lines)) in [false, true].into_iter().zip(parts) {
+        let (depth, y) = (lines.len() / n_panels, Disjoint::new(&mut y));
+        let job = Job { x, blocked: false, lines, depth, n, bias: None, onto, y, then: &[] };
+        kernel(&job, &Tile { rows: 0..t, panels: 0..n_panels });
+    }
+    y
+}
+
+#[test]
+fn every_instruction_set_goes_on_where_it_stopped() {
+    for (t, n, k, cut) in [(1, 300, 64, 2), (3, 130, 33, 32), (15, 70, 41, 6), (9, 64, 1200, 1100)] {
+        let (x, w) = (noise(t * k, 1), noise(n * k, 2));
+        let columns = |values: &[f32], columns: std::ops::Range<usize>| -> Vec<f32> {
+            values.chunks(k).flat_map(|row| row[columns.clone()].to_vec()).collect()
+        };
+        let spans = [0..k, 0..cut, cut..k];
+        let [x, x_first, x_rest] = spans.clone().map(|span| columns(&x, span));
+        let pack = |dtype| {
+            spans
+                .clone()
+                .map(|span| PackedMatrix::pack(&columns(&w, span.clone()), n, span.len(), dtype).panels)
+        };
+        let [Panels::F32(whole), Panels::F32(first), Panels::F32(rest)] = pack(Dtype::F32) else {
+            panic!("not f32")
+        };
+        for kernel in f32_kernels() {
+            let parts = [(&x_first[..], &first[..]), (&x_rest[..], &rest[..])];
+            assert_eq!(bits(&by_parts(kernel, parts, (t, n))), bits(&by(kernel, &x, &whole, (t, n))));
+        }
+        let [Panels::Bf16(whole), Panels::Bf16(first), Panels::Bf16(rest)] = pack(Dtype::Bf16) else {
+            panic!("not bf16")
+        };
+        let [x, x_first, x_rest] = [(&x, k), (&x_first, cut), (&x_rest, k - cut)].map(|(x, k)| {
+            let mut pairs = vec![0; t * k.div_ceil(2)];
+            round_rows(x, k, &mut pairs);
+            pairs
+        });
+        for kernel in bf16_kernels() {
+            let parts = [(&x_first[..], &first[..]), (&x_rest[..], &rest[..])];
+            assert_eq!(bits(&by_parts(kernel, parts, (t, n))), bits(&by(kernel, &x, &whole, (t, n))));
+        }
+    }
+}
+
 #[test]
 fn instruction_sets_agree() {
     for (t, n, k) in [(1, 300, 64), (2, 130, 33), (15, 70, 40), (9, 64, 128), (4, 16, 1)] {
@@ -202,7 +250,7 @@ fn instruction_sets_agree() {
 /// Gradients of `sum(y * upstream)` for `y = x Wᵀ`, each added to ones.
 fn gradients((t, n, k): (usize, usize, usize), dtype: Dtype) -> [Vec<f32>; 2] {
     let (x, w, upstream) = (noise(t * k, 1), noise(n * k, 2), noise(t * n, 3));
-    let linear = Linear { x: &x, w: &w, k, dtype };
+    let linear = Linear { x: &x, w: &w, k, dtype, lengths: &[t] };
     let (mut x_grad, mut w_grad) = (vec![1.0; t * k], vec![1.0; n * k]);
     linear.x_gradient(&upstream, true, &mut x_grad);
     linear.add_w_gradient(&upstream, &mut w_grad);

@@ -25,6 +25,31 @@ pub struct HeadGradient<'a> {
     pub entropies: &'a [f32],
     /// `[T]`.
     pub target_logits: &'a [f32],
+    /// `[S]`: tokens of each sequence, summing to `T`. Sequences that are multiplied in several calls, one after the other,
+    /// have the weight's gradient of one call, in every bit.
+    pub lengths: &'a [usize],
+}
+
+/// Cuts sequences of `lengths` into pieces of `most` rows at most, an even number, given as the lengths in each. Within a
+/// sequence a cut comes after an even number of rows, so no pair of rows is cut apart.
+fn pieces(lengths: &[usize], most: usize) -> Vec<Vec<usize>> {
+    let (mut pieces, mut piece, mut free) = (Vec::new(), Vec::new(), most);
+    for &length in lengths {
+        let mut left = length;
+        while left > 0 {
+            let here = if left <= free { left } else { free - free % 2 };
+            if here > 0 {
+                piece.push(here);
+            }
+            (left, free) = (left - here, free - here);
+            if left > 0 {
+                pieces.push(std::mem::take(&mut piece));
+                free = most;
+            }
+        }
+    }
+    pieces.push(piece);
+    pieces
 }
 
 /// What the gradient of a row's logits depends on beside them.
@@ -51,8 +76,13 @@ impl HeadGradient<'_> {
         let rows = self.rows(logprob_grads, entropy_grads);
         let (hidden_grad, weight_grad) = out;
         let mut logit_grads = Vec::new();
-        let runs = self.hidden.chunks(MAX_ROWS * width).zip(hidden_grad.chunks_mut(MAX_ROWS * width));
-        for ((hidden, hidden_grad), rows) in runs.zip(rows.chunks(MAX_ROWS)) {
+        let mut end = 0;
+        for lengths in pieces(self.lengths, MAX_ROWS) {
+            let piece = end..end + lengths.iter().sum::<usize>();
+            end = piece.end;
+            let rows = &rows[piece.clone()];
+            let piece = piece.start * width..piece.end * width;
+            let (hidden, hidden_grad) = (&self.hidden[piece.clone()], &mut hidden_grad[piece]);
             let mut rounded = None;
             let x = gemm::rows_in(self.packed.dtype(), hidden, width, &mut rounded);
             for block in 0..vocab.div_ceil(BLOCK) {
@@ -62,7 +92,7 @@ impl HeadGradient<'_> {
                 let span = columns.start * width..columns.end * width;
                 let product = |a, b| PlainProduct { a, b, n: width, dtype: self.packed.dtype(), onto: true };
                 product(Left::Plain(&logit_grads), &self.weight[span.clone()]).run(hidden_grad);
-                product(Left::Transposed(&logit_grads), hidden).run(&mut weight_grad[span]);
+                product(Left::Transposed(&logit_grads, &lengths), hidden).run(&mut weight_grad[span]);
             }
         }
     }

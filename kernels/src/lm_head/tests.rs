@@ -52,6 +52,7 @@ impl Inputs {
             logprobs: &logprobs,
             entropies: &entropies,
             target_logits: &target_logits,
+            lengths: &[self.ids.len()],
         };
         let (mut hidden, mut weight) = (vec![0.0; self.hidden.len()], vec![0.0; self.weight.len()]);
         gradient.add(pulls.split_at(self.ids.len()), (&mut hidden, &mut weight));

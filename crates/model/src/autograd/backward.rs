@@ -135,7 +135,7 @@ impl Backward<'_> {
         let (mut x_grad, onto) = tape.take_grad(x);
         let values = tape.params.values(weight)?;
         let (k, dtype) = (x_grad.width(), tape.params.dtype(weight));
-        let linear = Linear { x: tape.values(x), w: &values, k, dtype };
+        let linear = Linear { x: tape.values(x), w: &values, k, dtype, lengths: &self.attend.lengths };
         linear.x_gradient(grad.values(), onto, x_grad.values_mut());
         linear.add_w_gradient(grad.values(), &mut self.gradients[weight.0]);
         drop(values);
@@ -194,6 +194,7 @@ impl Backward<'_> {
             width: dims.width,
             inter: dims.inter,
             dtype: tape.params.dtype(gate_up),
+            lengths: &self.attend.lengths,
         };
         let [gate_up, down] =
             self.gradients.get_disjoint_mut([gate_up.0, down.0]).expect("two parameters of the model");
