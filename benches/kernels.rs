@@ -59,7 +59,7 @@ fn gemm(c: &mut Criterion) {
 }
 
 const DIMS: ExpertDims = ExpertDims { n_experts: 32, width: 256, inter: 128 };
-const ROUTER: RouterConfig = RouterConfig { n_experts: 32, top_k: 4, norm_topk_prob: true };
+const ROUTER: RouterConfig = RouterConfig::softmax(32, 4, true);
 
 /// A choice for `t` tokens, and its gates.
 fn routed(t: usize) -> (Choice, Vec<f32>) {
@@ -144,7 +144,7 @@ fn attention(c: &mut Criterion) {
 fn router(c: &mut Criterion) {
     let mut group = c.benchmark_group("router");
     for (n_experts, top_k) in [(32, 4), (128, 8)] {
-        let config = RouterConfig { n_experts, top_k, norm_topk_prob: true };
+        let config = RouterConfig::softmax(n_experts, top_k, true);
         let (scores, mut choice) = (noise(64 * n_experts), Choice::empty());
         group.bench_function(format!("choose/{top_k}_of_{n_experts}"), |b| {
             b.iter(|| choose(black_box(&scores), config, 0, &mut Routing::Free, black_box(&mut choice)));

@@ -170,7 +170,7 @@ mod tests {
     use crate::router::{Routing, choose};
 
     fn router(n_experts: usize, top_k: usize) -> RouterConfig {
-        RouterConfig { n_experts, top_k, norm_topk_prob: true }
+        RouterConfig::softmax(n_experts, top_k, true)
     }
 
     /// A choice of `[T, K]` ids, made by replaying them.

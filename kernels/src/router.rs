@@ -11,15 +11,66 @@ use crate::parallel;
 use crate::route_record::RouteRecord;
 use crate::softmax::{exp_in_place, exp_sum, max};
 
+mod above;
+mod sigmoid;
+
+use above::replay_above;
+use sigmoid::{add_sigmoid_gradient, choose_rows, sigmoid_gate_rows};
+
 /// How a model's router turns scores into a choice and gates.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RouterConfig {
     /// Experts per layer, `E`; at most 65 536.
     pub n_experts: usize,
     /// Experts per token, `K`.
     pub top_k: usize,
+    /// What is made of a score.
+    pub scoring: Scoring,
     /// Whether the gates of a token's `K` experts are divided by their sum.
     pub norm_topk_prob: bool,
+    /// What gates are multiplied by, last of all (`routed_scaling_factor`); above 0.
+    pub scaling: f32,
+}
+
+impl RouterConfig {
+    /// The router of Qwen3, OLMoE and Mixtral: a softmax and no scaling.
+    #[must_use]
+    pub const fn softmax(n_experts: usize, top_k: usize, norm_topk_prob: bool) -> Self {
+        Self { n_experts, top_k, scoring: Scoring::Softmax, norm_topk_prob, scaling: 1.0 }
+    }
+}
+
+/// What a router makes of its logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scoring {
+    /// The softmax over all `E` before the choice; with `norm_topk_prob` the same as a softmax over the chosen `K` after
+    /// it, as Mixtral has it. The highest logits are chosen, from all of the experts.
+    Softmax,
+    /// Each score for itself, `1 / (1 + exp(-s))` (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). The choice is by these
+    /// and the [`Router::bias`], from the best groups only. At most 1 024 experts.
+    Sigmoid {
+        /// Groups of consecutive experts, each of `E / n_groups`. With one, there is nothing to limit.
+        n_groups: usize,
+        /// Groups a token's experts may be of: those with the highest sum of their two best, biased. Equal sums go to
+        /// the first.
+        top_groups: usize,
+    },
+}
+
+/// The router of one layer, given its scores.
+#[derive(Clone, Copy, Debug)]
+pub struct Router<'a> {
+    /// How scores become a choice and gates.
+    pub config: RouterConfig,
+    /// `[E]`, added to what the sigmoid gives, for the choice alone: it balances the load and is no part of any gate, so
+    /// it has no gradient (`e_score_correction_bias`; arXiv 2408.15664).
+    pub bias: Option<&'a [f32]>,
+}
+
+impl From<RouterConfig> for Router<'_> {
+    fn from(config: RouterConfig) -> Self {
+        Self { config, bias: None }
+    }
 }
 
 /// The experts of each token at one layer, `[T, K]` ids in router order: distinct and within range.
@@ -88,42 +139,86 @@ pub enum Routing<'a> {
         /// Keeps what this pass's router would have chosen; costs a top-k per token and layer.
         native: Option<&'a mut RouteRecord>,
     },
+    /// An earlier pass did, but for experts that this pass scores too low: each is replaced by the best of the router's own
+    /// choice that is not taken yet.
+    ReplayAbove {
+        /// As above.
+        ids: &'a [u16],
+        /// An expert is replayed where what is made of its score, without a bias, is at least this share of the least of
+        /// the router's own choice: 0 keeps all, 1 none but the router's own and its equals.
+        ratio: f32,
+        /// As above.
+        native: Option<&'a mut RouteRecord>,
+    },
+    /// An earlier pass did, and weighed them, too.
+    ReplayGates {
+        /// As above.
+        ids: &'a [u16],
+        /// The gates to replay, `[L, T, K]`, as the ids.
+        gates: &'a [f32],
+    },
+}
+
+impl Routing<'_> {
+    /// The gates `[T, K]` of `layer` that are replayed for `choice`, if any are: else [`gates`] weighs.
+    ///
+    /// # Panics
+    /// If there are others than `[L, T, K]`.
+    #[must_use]
+    pub fn replayed_gates(&self, layer: usize, choice: &Choice) -> Option<&[f32]> {
+        let Self::ReplayGates { ids, gates } = self else { return None };
+        assert_eq!(gates.len(), ids.len(), "a gate for each replayed id");
+        Some(&gates[layer * choice.ids.len()..][..choice.ids.len()])
+    }
 }
 
 /// Chooses the experts of every token at MoE layer `layer` (0-based among MoE layers), into `choice`.
 ///
 /// `scores` are the router's logits, `[T, E]`. The router takes the `K` highest, highest first; equal scores go
 /// to the lowest id, and NaN comes after every number, `-inf` included. Softmax keeps the order of its logits, so
-/// these are the `K` largest probabilities too, save that distinct logits may round to equal probabilities.
+/// these are the `K` largest probabilities too, save that distinct logits may round to equal probabilities. Of a sigmoid,
+/// compared are the rounded sums with the bias.
 ///
 /// # Panics
 /// If a shape does not fit, or replayed ids repeat or exceed `E`: routes are checked when they enter the program,
 /// so this is a bug.
-pub fn choose(
+pub fn choose<'a>(
     scores: &[f32],
-    config: RouterConfig,
+    router: impl Into<Router<'a>>,
     layer: usize,
     routing: &mut Routing<'_>,
     choice: &mut Choice,
 ) {
+    let router @ Router { config, .. } = router.into();
     let RouterConfig { n_experts, top_k, .. } = config;
-    assert!(0 < top_k && top_k <= n_experts && n_experts <= 1 << 16, "top {top_k} of {n_experts} experts");
+    router.assert_sound();
     let n_tokens = scores.len() / n_experts;
     assert_eq!(scores.len(), n_tokens * n_experts, "scores of layer {layer} are not [T, {n_experts}]");
     choice.top_k = top_k;
     choice.n_experts = n_experts;
     choice.ids.resize(n_tokens * top_k, 0);
     match routing {
-        Routing::Free => top_k_rows(scores, config, &mut choice.ids),
+        Routing::Free => top_k_rows(scores, router, &mut choice.ids),
         Routing::Record(record) => {
-            top_k_rows(scores, config, &mut choice.ids);
+            top_k_rows(scores, router, &mut choice.ids);
             record.keep(layer, choice);
         }
         Routing::Replay { ids, native } => {
             if let Some(record) = native {
-                top_k_rows(scores, config, &mut choice.ids);
+                top_k_rows(scores, router, &mut choice.ids);
                 record.keep(layer, choice);
             }
+            choice.ids.copy_from_slice(replayed(ids, config, layer, n_tokens));
+        }
+        Routing::ReplayAbove { ids, ratio, native } => {
+            top_k_rows(scores, router, &mut choice.ids);
+            if let Some(record) = native {
+                record.keep(layer, choice);
+            }
+            let replayed = replayed(ids, config, layer, n_tokens);
+            replay_above(scores, (config, *ratio), replayed, &mut choice.ids);
+        }
+        Routing::ReplayGates { ids, .. } => {
             choice.ids.copy_from_slice(replayed(ids, config, layer, n_tokens));
         }
     }
@@ -148,8 +243,33 @@ fn replayed(ids: &[u16], config: RouterConfig, layer: usize, n_tokens: usize) ->
     ids
 }
 
-fn top_k_rows(scores: &[f32], config: RouterConfig, ids: &mut [u16]) {
-    let RouterConfig { n_experts, top_k, .. } = config;
+impl Router<'_> {
+    fn assert_sound(self) {
+        let RouterConfig { n_experts, top_k, scoring, .. } = self.config;
+        assert!(
+            0 < top_k && top_k <= n_experts && n_experts <= 1 << 16,
+            "top {top_k} of {n_experts} experts"
+        );
+        match scoring {
+            Scoring::Softmax => assert!(self.bias.is_none(), "a softmax router has no bias"),
+            Scoring::Sigmoid { n_groups, top_groups } => {
+                sigmoid::assert_sound((n_experts, top_k), (n_groups, top_groups));
+                let len = self.bias.map_or(n_experts, <[f32]>::len);
+                assert_eq!(len, n_experts, "a bias is [E]");
+            }
+        }
+    }
+}
+
+fn top_k_rows(scores: &[f32], router: Router<'_>, ids: &mut [u16]) {
+    let RouterConfig { n_experts, top_k, scoring, .. } = router.config;
+    if let Scoring::Sigmoid { .. } = scoring {
+        parallel::for_rows(ids, top_k, (COMPARE_WORK + EXP_WORK) * n_experts, |first, ids| {
+            let n = ids.len() / top_k;
+            choose_rows(&scores[first * n_experts..][..n * n_experts], router, ids);
+        });
+        return;
+    }
     parallel::for_rows(ids, top_k, COMPARE_WORK * n_experts, |first, ids| {
         for (row, ids) in scores[first * n_experts..].chunks_exact(n_experts).zip(ids.chunks_exact_mut(top_k))
         {
@@ -158,9 +278,13 @@ fn top_k_rows(scores: &[f32], config: RouterConfig, ids: &mut [u16]) {
     });
 }
 
+/// Whether a score comes before another, whatever their ids.
+fn beats(a: f32, b: f32) -> bool {
+    a > b || (b.is_nan() && !a.is_nan())
+}
+
 /// Insertion into a sorted list: `K` is small, and most scores fall at the first comparison.
 fn take_highest(scores: &[f32], ids: &mut [u16]) {
-    let beats = |a: f32, b: f32| a > b || (b.is_nan() && !a.is_nan());
     let score_of = |id: u16| scores[usize::from(id)];
     let last = ids.len() - 1;
     for (expert, &score) in scores.iter().enumerate() {
@@ -180,19 +304,25 @@ fn take_highest(scores: &[f32], ids: &mut [u16]) {
 ///
 /// The softmax over all `E`, read at the chosen ids; with `norm_topk_prob` divided by its sum over them, which is
 /// the softmax over the chosen scores alone. That is how it is computed, so that replayed experts far below this
-/// pass's best still get their share instead of `0 / 0`.
+/// pass's best still get their share instead of `0 / 0`. Or the sigmoid of the chosen scores, with `norm_topk_prob` divided
+/// by their sum and 1e-20. Either is then multiplied by `scaling`; no bias is in it.
 ///
 /// # Panics
 /// If the shapes do not fit each other.
 pub fn gates(scores: &[f32], config: RouterConfig, choice: &Choice, out: &mut [f32]) {
-    let RouterConfig { n_experts, top_k, norm_topk_prob } = config;
+    let RouterConfig { n_experts, top_k, scoring, norm_topk_prob, .. } = config;
     choice.assert_made_for(scores, config);
     assert_eq!(out.len(), choice.ids.len(), "gates are [T, K]");
-    let work = EXP_WORK * if norm_topk_prob { top_k } else { n_experts };
+    let over_all = scoring == Scoring::Softmax && !norm_topk_prob;
+    let work = EXP_WORK * if over_all { n_experts } else { top_k };
     parallel::for_rows(out, top_k, work, |first, out| {
         let n = out.len() / top_k;
-        let (scores, ids) = (&scores[first * n_experts..], &choice.ids[first * top_k..]);
-        gate_rows(&scores[..n * n_experts], &ids[..n * top_k], config, out);
+        let scores = &scores[first * n_experts..][..n * n_experts];
+        let ids = &choice.ids[first * top_k..][..n * top_k];
+        match scoring {
+            Scoring::Softmax => gate_rows(scores, ids, config, out),
+            Scoring::Sigmoid { .. } => sigmoid_gate_rows(scores, ids, config, out),
+        }
     });
 }
 
@@ -216,7 +346,7 @@ fn gate_rows_body<I: Isa>(scores: &[f32], ids: &[u16], config: RouterConfig, out
         let over_chosen = exp_in_place::<I>(out, highest);
         let sum = if config.norm_topk_prob { over_chosen } else { exp_sum::<I>(scores, highest, 1.0) };
         for gate in out {
-            *gate /= sum;
+            *gate = *gate / sum * config.scaling;
         }
     }
 }
@@ -244,8 +374,11 @@ impl Gated<'_> {
         self.choice.assert_made_for(self.scores, self.config);
         assert_eq!((grad.len(), out.len()), (self.gates.len(), self.scores.len()), "gradients fit");
         parallel::for_rows(out, n_experts, EXP_WORK * n_experts, |first, out| {
-            let rows = Span { first, n: out.len() / n_experts };
-            backward_rows(self, rows, &grad[first * top_k..], out);
+            let (rows, grad) = (Span { first, n: out.len() / n_experts }, &grad[first * top_k..]);
+            match self.config.scoring {
+                Scoring::Softmax => backward_rows(self, rows, grad, out),
+                Scoring::Sigmoid { .. } => add_sigmoid_gradient(self, rows, grad, out),
+            }
         });
     }
 }
@@ -261,12 +394,12 @@ multiversion! {
     fn backward_rows(gated: &Gated<'_>, rows: Span, grad: &[f32], out: &mut [f32]) = backward_rows_body;
 }
 
-/// Softmax Jacobian: `d/ds_j` is `p_j (grad_j - sum_i grad_i p_i)`, the sum over the chosen `i`.
+/// Softmax Jacobian: `d/ds_j` is `p_j (grad_j - sum_i grad_i p_i)`, the sum over the chosen `i`, times the scaling.
 ///
 /// Over all `E`, every score gets a gradient; over the chosen alone (`norm_topk_prob`), only the chosen do.
 #[inline(always)]
 fn backward_rows_body<I: Isa>(gated: &Gated<'_>, rows: Span, grad: &[f32], out: &mut [f32]) {
-    let RouterConfig { n_experts, top_k, norm_topk_prob } = gated.config;
+    let RouterConfig { n_experts, top_k, norm_topk_prob, scaling, .. } = gated.config;
     let scores = gated.scores[rows.first * n_experts..].chunks_exact(n_experts);
     let gates = gated.gates[rows.first * top_k..].chunks_exact(top_k);
     let ids = gated.choice.ids[rows.first * top_k..].chunks_exact(top_k);
@@ -276,6 +409,7 @@ fn backward_rows_body<I: Isa>(gated: &Gated<'_>, rows: Span, grad: &[f32], out: 
     {
         let mean: f32 = gates.iter().zip(grad).map(|(gate, grad)| gate * grad).sum();
         if norm_topk_prob {
+            let mean = mean / scaling;
             for ((gate, grad), &id) in gates.iter().zip(grad).zip(ids) {
                 out[usize::from(id)] += gate * (grad - mean);
             }
@@ -293,223 +427,4 @@ fn backward_rows_body<I: Isa>(gated: &Gated<'_>, rows: Span, grad: &[f32], out: 
 }
 
 #[cfg(test)]
-mod tests {
-    use candle_core::{Device, Tensor, Var};
-    use proptest::prelude::{Just, Strategy, any, prop_assert, prop_assert_eq, prop_oneof, proptest};
-
-    use super::*;
-
-    const QWEN: RouterConfig = RouterConfig { n_experts: 4, top_k: 2, norm_topk_prob: true };
-
-    fn chosen(scores: &[f32], config: RouterConfig) -> Choice {
-        let mut choice = Choice::empty();
-        choose(scores, config, 0, &mut Routing::Free, &mut choice);
-        choice
-    }
-
-    fn replay(scores: &[f32], config: RouterConfig, ids: &[u16]) -> Choice {
-        let mut choice = Choice::empty();
-        choose(scores, config, 0, &mut Routing::Replay { ids, native: None }, &mut choice);
-        choice
-    }
-
-    fn gates_of(scores: &[f32], config: RouterConfig, choice: &Choice) -> Vec<f32> {
-        let mut out = vec![f32::NAN; choice.ids().len()];
-        gates(scores, config, choice, &mut out);
-        out
-    }
-
-    fn panic_of(body: impl FnOnce() + std::panic::UnwindSafe) -> String {
-        *std::panic::catch_unwind(body).unwrap_err().downcast::<String>().unwrap()
-    }
-
-    fn score() -> impl Strategy<Value = f32> {
-        prop_oneof![
-            4 => -5.0_f32..5.0,
-            2 => (-2_i8..2).prop_map(f32::from),
-            1 => prop_oneof![Just(f32::NAN), Just(f32::NEG_INFINITY), Just(f32::INFINITY), Just(-0.0)],
-        ]
-    }
-
-    fn layer_of(
-        score: impl Strategy<Value = f32> + 'static,
-    ) -> impl Strategy<Value = (Vec<f32>, RouterConfig)> {
-        let dims = (1_usize..40).prop_flat_map(|e| (Just(e), 1..=e, 0_usize..6, any::<bool>()));
-        let score = score.boxed();
-        dims.prop_flat_map(move |(n_experts, top_k, n_tokens, norm_topk_prob)| {
-            let scores = proptest::collection::vec(score.clone(), n_tokens * n_experts);
-            scores.prop_map(move |s| (s, RouterConfig { n_experts, top_k, norm_topk_prob }))
-        })
-    }
-
-    proptest! {
-        #[test]
-        fn the_choice_is_the_head_of_a_stable_sort((scores, config) in layer_of(score())) {
-            let choice = chosen(&scores, config);
-            for (row, ids) in scores.chunks(config.n_experts).zip(choice.ids().chunks(config.top_k)) {
-                let mut order: Vec<u16> = (0..config.n_experts as u16).collect();
-                order.sort_by(|&a, &b| {
-                    let (a, b) = (row[usize::from(a)], row[usize::from(b)]);
-                    b.partial_cmp(&a).unwrap_or_else(|| a.is_nan().cmp(&b.is_nan()))
-                });
-                prop_assert_eq!(ids, &order[..config.top_k]);
-            }
-        }
-
-        #[test]
-        fn gates_are_the_softmax_at_the_chosen_ids(
-            (scores, config) in layer_of(-5.0_f32..5.0), shift in 0_usize..40
-        ) {
-            let (e, k) = (config.n_experts, config.top_k);
-            let ids: Vec<u16> = (0..scores.len() / e * k).map(|i| ((i / k + i % k + shift) % e) as u16).collect();
-            let got = gates_of(&scores, config, &replay(&scores, config, &ids));
-            for ((row, ids), got) in scores.chunks(e).zip(ids.chunks(k)).zip(got.chunks(k)) {
-                let exps: Vec<f64> = row.iter().map(|&s| f64::from(s).exp()).collect();
-                let of = |&id: &u16| exps[usize::from(id)];
-                let total: f64 = if config.norm_topk_prob { ids.iter().map(of).sum() } else { exps.iter().sum() };
-                for (id, &got) in ids.iter().zip(got) {
-                    prop_assert!((f64::from(got) / (of(id) / total) - 1.0).abs() < 2e-6);
-                }
-            }
-        }
-
-        #[test]
-        fn a_token_is_routed_the_same_alone_and_among_others((scores, config) in layer_of(-5.0_f32..5.0)) {
-            let choice = chosen(&scores, config);
-            let all = gates_of(&scores, config, &choice);
-            let rows = choice.ids().chunks(config.top_k).zip(all.chunks(config.top_k));
-            for (row, (ids, gates)) in scores.chunks(config.n_experts).zip(rows) {
-                let alone = chosen(row, config);
-                prop_assert_eq!(alone.ids(), ids);
-                let alone = gates_of(row, config, &alone);
-                prop_assert!(alone.iter().zip(gates).all(|(a, b)| a.to_bits() == b.to_bits()));
-            }
-        }
-    }
-
-    #[test]
-    fn equal_scores_go_to_the_lowest_id_and_nan_comes_last() {
-        assert_eq!(chosen(&[1.0, 2.0, 2.0, 2.0], QWEN).ids(), [1, 2]);
-        assert_eq!(chosen(&[-0.0, 0.0, -1.0, 0.0], QWEN).ids(), [0, 1]);
-        assert_eq!(chosen(&[f32::NAN, f32::NEG_INFINITY, f32::NAN, 1.0], QWEN).ids(), [3, 1]);
-        assert_eq!(chosen(&[f32::NAN; 4], QWEN).ids(), [0, 1]);
-    }
-
-    #[test]
-    fn replaying_the_native_choice_gives_the_same_bits() {
-        let scores: Vec<f32> = (0..40).map(|i| (i as f32 * 1.3).sin() * 4.0).collect();
-        for norm_topk_prob in [false, true] {
-            let config = RouterConfig { norm_topk_prob, ..QWEN };
-            let mut record = RouteRecord::new(1, config);
-            record.start(10);
-            let mut free = Choice::empty();
-            choose(&scores, config, 0, &mut Routing::Record(&mut record), &mut free);
-            let again = replay(&scores, config, &record.layer(0));
-            assert_eq!(free, again);
-            assert_eq!(gates_of(&scores, config, &free), gates_of(&scores, config, &again));
-        }
-    }
-
-    #[test]
-    fn replay_keeps_the_recorded_order_and_tells_what_the_router_would_have_done() {
-        let scores = [0.0, 3.0, 1.0, 2.0, 9.0, 8.0, 7.0, 6.0];
-        let mut native = RouteRecord::new(2, QWEN);
-        native.start(2);
-        let mut choice = Choice::empty();
-        let ids = [0, 1, 0, 1, 3, 0, 2, 3];
-        choose(&scores, QWEN, 1, &mut Routing::Replay { ids: &ids, native: Some(&mut native) }, &mut choice);
-        assert_eq!(choice.ids(), [3, 0, 2, 3]);
-        assert_eq!(native.layer(1), [1, 3, 0, 1]);
-    }
-
-    /// The gradient of the scores for `grad` of the gates.
-    fn gradient(scores: &[f32], config: RouterConfig, choice: &Choice, grad: &[f32]) -> Vec<f32> {
-        let gates = gates_of(scores, config, choice);
-        let mut out = vec![0.0; scores.len()];
-        Gated { scores, config, choice, gates: &gates }.add_scores_gradient(grad, &mut out);
-        out
-    }
-
-    #[test]
-    fn replayed_experts_outside_the_top_k_have_weight_and_gradient() {
-        let scores = [0.0, 1.0, 2.0, 3.0];
-        for norm_topk_prob in [false, true] {
-            let config = RouterConfig { norm_topk_prob, ..QWEN };
-            let choice = replay(&scores, config, &[0, 1]);
-            assert!(gates_of(&scores, config, &choice).iter().all(|&gate| gate > 0.0));
-            let grad = gradient(&scores, config, &choice, &[1.0, 0.0]);
-            assert!(grad[0] > 0.0 && grad[1] < 0.0);
-            assert_eq!(grad[2..].iter().all(|&g| g != 0.0), !norm_topk_prob);
-        }
-    }
-
-    #[test]
-    fn experts_far_below_the_best_share_the_gates_without_nan() {
-        let scores = [200.0, 0.0, 0.0, 100.0];
-        assert_eq!(gates_of(&scores, QWEN, &replay(&scores, QWEN, &[1, 2])), [0.5, 0.5]);
-    }
-
-    /// Scores `ln 1, ln 2, ln 5`: probabilities 1/8, 2/8, 5/8; experts 2 and 0 chosen, gradient 1 on expert 2.
-    #[test]
-    fn the_jacobian_of_three_experts_is_that_by_hand() {
-        let scores = [0.0, 2_f32.ln(), 5_f32.ln()];
-        let by_hand = [
-            (false, [-5.0 / 64.0, -10.0 / 64.0, 15.0 / 64.0], [5.0 / 8.0, 1.0 / 8.0]),
-            (true, [-5.0 / 36.0, 0.0, 5.0 / 36.0], [5.0 / 6.0, 1.0 / 6.0]),
-        ];
-        for (norm_topk_prob, want_grad, want_gates) in by_hand {
-            let config = RouterConfig { n_experts: 3, top_k: 2, norm_topk_prob };
-            let choice = chosen(&scores, config);
-            assert_eq!(choice.ids(), [2, 1]);
-            let choice = replay(&scores, config, &[2, 0]);
-            let gates = gates_of(&scores, config, &choice);
-            let grad = gradient(&scores, config, &choice, &[1.0, 0.0]);
-            let near = |got: &[f32], want: &[f32]| got.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-7);
-            assert!(near(&gates, &want_gates), "{gates:?}");
-            assert!(near(&grad, &want_grad), "{grad:?}");
-        }
-    }
-
-    /// The same formula in candle's own operations, whose gradient is candle's.
-    #[test]
-    fn the_gradient_is_that_of_candle() {
-        for norm_topk_prob in [false, true] {
-            let config = RouterConfig { n_experts: 7, top_k: 3, norm_topk_prob };
-            let values: Vec<f32> = (0..35).map(|i| (i as f32 * 2.1).sin() * 2.0).collect();
-            let ids: Vec<u16> = (0..15).map(|i| (i * 5 % 7) as u16).collect();
-            let scores = Var::from_slice(&values, (5, 7), &Device::Cpu).unwrap();
-            let exps = scores.exp().unwrap();
-            let index: Vec<u32> = ids.iter().map(|&id| id.into()).collect();
-            let index = Tensor::from_vec(index, (5, 3), &Device::Cpu).unwrap();
-            let picked = exps.gather(&index, 1).unwrap();
-            let total = if norm_topk_prob { &picked } else { &exps }.sum_keepdim(1).unwrap();
-            let naive = picked.broadcast_div(&total).unwrap();
-
-            let weights: Vec<f32> = (0..15).map(|i| i as f32 - 6.0).collect();
-            let ours = gradient(&values, config, &replay(&values, config, &ids), &weights);
-            let weights = Tensor::from_vec(weights, (5, 3), &Device::Cpu).unwrap();
-            let grads = (naive * &weights).unwrap().sum_all().unwrap().backward().unwrap();
-            let naive: Vec<f32> = grads.get(&scores).unwrap().flatten_all().unwrap().to_vec1().unwrap();
-            for (ours, naive) in ours.into_iter().zip(naive) {
-                assert!((ours - naive).abs() < 2e-6, "{ours} {naive}");
-            }
-        }
-    }
-
-    #[test]
-    fn replayed_ids_that_are_not_a_choice_are_named() {
-        let scores = [0.0_f32; 8];
-        for (ids, want) in [
-            (&[0, 1, 2, 2][..], "layer 0, token 1: expert 2 is replayed twice"),
-            (&[0, 4, 2, 3], "layer 0, token 0: expert 4 of 4"),
-            (&[0, 1, 2], "3 replayed ids are not [L, 2, 2] with a layer 0"),
-        ] {
-            assert_eq!(panic_of(move || drop(replay(&scores, QWEN, ids))), want);
-        }
-        let message = panic_of(move || {
-            let routing = &mut Routing::Replay { ids: &[0, 1, 2, 3], native: None };
-            choose(&scores, QWEN, 1, routing, &mut Choice::empty());
-        });
-        assert_eq!(message, "4 replayed ids are not [L, 2, 2] with a layer 1");
-    }
-}
+mod tests;

@@ -19,7 +19,7 @@ use r3_kernels::lm_head::gradient::HeadGradient;
 use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
 use r3_kernels::rms_norm::{RmsNorm, rms_norm};
 use r3_kernels::rope::{RopeTable, rope, rope_backward};
-use r3_kernels::router::{Choice, Gated, RouterConfig, Routing, choose, gates};
+use r3_kernels::router::{Choice, Gated, RouterConfig, Routing, Scoring, choose, gates};
 use r3_kernels::swiglu::{silu_mul, silu_mul_backward};
 
 /// How far an input is moved either way.
@@ -78,13 +78,17 @@ fn choice(n_tokens: usize, config: RouterConfig, seed: u32) -> Choice {
     choice
 }
 
-/// Experts up to 300, and any number of them for a token; few dimensions, since there are so many experts.
+/// Experts up to 300, and any number of them for a token; few dimensions, since there are so many experts. Scored and
+/// scaled as models do.
 fn layer() -> impl Strategy<Value = (usize, RouterConfig)> {
     let experts = select(vec![1_usize, 2, 5, 16, 17, 64, 300]);
-    (1_usize..6, experts, 0.0_f64..1.0, any::<bool>()).prop_map(
-        |(n_tokens, n_experts, share, norm_topk_prob)| {
+    let scoring = select(vec![Scoring::Softmax, Scoring::Sigmoid { n_groups: 1, top_groups: 1 }]);
+    let made = (any::<bool>(), scoring, select(vec![1.0, 2.5]));
+    (1_usize..6, experts, 0.0_f64..1.0, made).prop_map(
+        |(n_tokens, n_experts, share, (norm_topk_prob, scoring, scaling))| {
             let top_k = 1 + (share * share * n_experts as f64) as usize;
-            (n_tokens, RouterConfig { n_experts, top_k: top_k.min(n_experts), norm_topk_prob })
+            let top_k = top_k.min(n_experts);
+            (n_tokens, RouterConfig { n_experts, top_k, scoring, norm_topk_prob, scaling })
         },
     )
 }

@@ -6,7 +6,7 @@ use std::cell::Cell;
 
 use r3_kernels::experts::{ExpertDims, ExpertScratch, Experts, Routed, forward};
 use r3_kernels::gemm::{Dtype, PackedMatrix, matmul};
-use r3_kernels::router::{Choice, RouterConfig, Routing, choose};
+use r3_kernels::router::{Choice, Router, RouterConfig, Routing, Scoring, choose};
 
 struct Counting;
 
@@ -47,7 +47,9 @@ fn products_and_experts_allocate_only_to_grow() {
     assert_eq!(allocations(|| drop(std::hint::black_box(vec![0]))), 1);
 
     let dims = ExpertDims { n_experts: 4, width: 40, inter: 24 };
-    let config = RouterConfig { n_experts: 4, top_k: 2, norm_topk_prob: true };
+    let softmax = RouterConfig::softmax(4, 2, true);
+    let scoring = Scoring::Sigmoid { n_groups: 2, top_groups: 1 };
+    let sigmoid = Router { config: RouterConfig { scoring, ..softmax }, bias: Some(&[0.0, 0.1, -0.1, 0.2]) };
     let (x, gates, gate_up, down) = (ramp(9 * 40), ramp(9 * 2), ramp(4 * 48 * 40), ramp(4 * 40 * 24));
     let scores = ramp(9 * 4);
     for dtype in [Dtype::F32, Dtype::Bf16] {
@@ -58,7 +60,9 @@ fn products_and_experts_allocate_only_to_grow() {
         let mut pass = |n_tokens: usize| {
             let (x, y) = (&x[..n_tokens * 40], &mut y[..n_tokens * 40]);
             matmul(x, &w, None, &mut projected[..n_tokens * 50]);
-            choose(&scores[..n_tokens * 4], config, 0, &mut Routing::Free, &mut choice);
+            for router in [softmax.into(), sigmoid] {
+                choose(&scores[..n_tokens * 4], router, 0, &mut Routing::Free, &mut choice);
+            }
             let routed = Routed { choice: &choice, gates: &gates[..n_tokens * 2] };
             forward(x, routed, &experts, &mut scratch, y);
         };

@@ -85,7 +85,7 @@ proptest! {
         let (gate_up, down) = (noise(n_experts * 2 * inter * width, 4), noise(n_experts * inter * width, 5));
         let (grad, dtype) = (noise(t * width, 6), dtype(bf16));
         let experts = Experts::pack(&gate_up, &down, dims, dtype);
-        let router = RouterConfig { n_experts, top_k, norm_topk_prob: true };
+        let router = RouterConfig::softmax(n_experts, top_k, true);
         let same = same_in_parts(&sequences, &[gate_up.len(), down.len()], |tokens, lengths, (of_tokens, weights)| {
             let [x, grad] = [&x, &grad].map(|values| rows(values, width, &tokens));
             let gates = rows(&gates, top_k, &tokens);

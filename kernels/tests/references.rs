@@ -13,7 +13,7 @@ use r3_kernels::attention::{Heads, KvCache, PagedSequence, paged_attention};
 use r3_kernels::experts::{ExpertDims, ExpertScratch, Experts, Routed, forward};
 use r3_kernels::gemm::{Dtype, PackedMatrix, matmul};
 use r3_kernels::route_record::RouteRecord;
-use r3_kernels::router::{Choice, RouterConfig, Routing, choose, gates};
+use r3_kernels::router::{Choice, Router, RouterConfig, Routing, Scoring, choose, gates};
 
 fn dtype() -> impl Strategy<Value = Dtype> {
     prop_oneof![Just(Dtype::F32), Just(Dtype::Bf16)]
@@ -41,13 +41,36 @@ fn router() -> impl Strategy<Value = RouterConfig> {
     let experts = select(vec![1_usize, 2, 3, 15, 16, 17, 31, 33, 128, 255, 256, 257, 300]);
     (experts, 0.0_f64..1.0, any::<bool>()).prop_map(|(n_experts, share, norm_topk_prob)| {
         let top_k = (1 + (share * n_experts as f64) as usize).min(n_experts);
-        RouterConfig { n_experts, top_k, norm_topk_prob }
+        RouterConfig::softmax(n_experts, top_k, norm_topk_prob)
     })
 }
 
-fn chosen(scores: &[f32], config: RouterConfig, routing: &mut Routing<'_>) -> Choice {
+/// Groups of experts, of which some are kept, as sigmoid routers have them, and a scaling.
+fn sigmoid_router() -> impl Strategy<Value = RouterConfig> {
+    let sizes = (select(vec![1_usize, 2, 3, 8]), select(vec![2_usize, 3, 16, 33, 100]));
+    (sizes, 0.0_f64..1.0, 0.0_f64..1.0, any::<bool>(), select(vec![1.0, 2.5])).prop_map(
+        |((n_groups, group), kept, share, norm_topk_prob, scaling)| {
+            let part = |share: f64, of: usize| (1 + (share * of as f64) as usize).min(of);
+            let top_groups = part(kept, n_groups);
+            let scoring = Scoring::Sigmoid { n_groups, top_groups };
+            let top_k = part(share * share, top_groups * group);
+            RouterConfig { n_experts: n_groups * group, top_k, scoring, norm_topk_prob, scaling }
+        },
+    )
+}
+
+/// The `n` largest of `values` by their indices, largest first, and how far the last of them is from the next.
+fn largest(values: &[f64], n: usize) -> (Vec<usize>, f64) {
+    let mut order: Vec<usize> = (0..values.len()).collect();
+    order.sort_by(|&a, &b| values[b].total_cmp(&values[a]));
+    let steps = order.windows(2).take(n).map(|pair| values[pair[0]] - values[pair[1]]);
+    let nearest = steps.fold(f64::INFINITY, f64::min);
+    (order[..n].to_vec(), nearest)
+}
+
+fn chosen<'a>(scores: &[f32], router: impl Into<Router<'a>>, routing: &mut Routing<'_>) -> Choice {
     let mut choice = Choice::empty();
-    choose(scores, config, 0, routing, &mut choice);
+    choose(scores, router, 0, routing, &mut choice);
     choice
 }
 
@@ -68,7 +91,7 @@ proptest! {
 
     #[test]
     fn the_router_takes_the_highest_of_up_to_300(config in router(), n_tokens in 0_usize..5, seed in 0_u32..1000) {
-        let RouterConfig { n_experts, top_k, norm_topk_prob } = config;
+        let RouterConfig { n_experts, top_k, norm_topk_prob, .. } = config;
         // Eighths: many scores are equal.
         let scores: Vec<f32> =
             noise(n_tokens * n_experts, seed).into_iter().map(|x| (x * 32.0).round() / 8.0).collect();
@@ -86,6 +109,42 @@ proptest! {
             let total: f64 = order[..among].iter().map(|&id| exp(id)).sum();
             for (&weight, &id) in weights.iter().zip(ids) {
                 let want = exp(usize::from(id)) / total;
+                prop_assert!((f64::from(weight) - want).abs() <= 2e-6 * want, "{weight}, not {want}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_sigmoid_router_takes_the_best_biased_scores_of_the_best_groups(
+        config in sigmoid_router(), n_tokens in 0_usize..5, has_bias in any::<bool>(), seed in 0_u32..1000,
+    ) {
+        let RouterConfig { n_experts, top_k, scoring, norm_topk_prob, scaling } = config;
+        let Scoring::Sigmoid { n_groups, top_groups } = scoring else { unreachable!("a sigmoid router") };
+        let scores: Vec<f32> = noise(n_tokens * n_experts, seed).into_iter().map(|x| 6.0 * x).collect();
+        let bias = has_bias.then(|| noise(n_experts, seed + 1));
+        let router = Router { config, bias: bias.as_deref() };
+        let choice = chosen(&scores, router, &mut Routing::Free);
+        let mut weights = vec![f32::NAN; n_tokens * top_k];
+        gates(&scores, config, &choice, &mut weights);
+        let rows = scores.chunks_exact(n_experts).zip(choice.ids().chunks_exact(top_k));
+        for ((scores, ids), weights) in rows.zip(weights.chunks_exact(top_k)) {
+            let plain: Vec<f64> = scores.iter().map(|&s| 1.0 / (1.0 + (-f64::from(s)).exp())).collect();
+            let bias_of = |id: usize| bias.as_ref().map_or(0.0, |bias| f64::from(bias[id]));
+            let mut biased: Vec<f64> = (0..n_experts).map(|id| plain[id] + bias_of(id)).collect();
+            let sum_of_two = |group: &[f64]| largest(group, 2).0.iter().map(|&at| group[at]).sum::<f64>();
+            let group = n_experts / n_groups;
+            let sums: Vec<f64> = biased.chunks_exact(group).map(sum_of_two).collect();
+            let (kept, groups_apart) = largest(&sums, top_groups);
+            (0..n_experts).filter(|id| !kept.contains(&(id / group))).for_each(|id| biased[id] = f64::NEG_INFINITY);
+            let (order, apart) = largest(&biased, top_k);
+            // Closer than f32 can tell: either may be taken.
+            if apart.min(groups_apart) > 1e-6 {
+                prop_assert!(ids.iter().map(|&id| usize::from(id)).eq(order.iter().copied()));
+            }
+            let at = |id: &u16| plain[usize::from(*id)];
+            let total = if norm_topk_prob { ids.iter().map(at).sum::<f64>() + 1e-20 } else { 1.0 };
+            for (&weight, id) in weights.iter().zip(ids) {
+                let want = at(id) / total * f64::from(scaling);
                 prop_assert!((f64::from(weight) - want).abs() <= 2e-6 * want, "{weight}, not {want}");
             }
         }

@@ -184,7 +184,7 @@ impl ModelConfig {
     /// How scores become choices and gates.
     #[must_use]
     pub fn router(&self) -> RouterConfig {
-        RouterConfig { n_experts: self.n_experts, top_k: self.top_k, norm_topk_prob: self.norm_topk_prob }
+        RouterConfig::softmax(self.n_experts, self.top_k, self.norm_topk_prob)
     }
 
     /// Attention heads.

@@ -301,7 +301,7 @@ mod tests {
 
     /// A record of two layers, three tokens, top 2 of 4.
     fn native() -> RouteRecord {
-        let config = RouterConfig { n_experts: 4, top_k: 2, norm_topk_prob: true };
+        let config = RouterConfig::softmax(4, 2, true);
         let mut record = RouteRecord::new(2, config);
         record.start(3);
         let scores = [9., 8., 0., 0., 0., 9., 8., 0., 0., 0., 9., 8.]; // {0, 1}, {1, 2}, {2, 3}

@@ -49,7 +49,7 @@ impl Layer {
     }
 
     fn choice(&self) -> Choice {
-        let config = RouterConfig { n_experts: self.dims.n_experts, top_k: self.top_k, norm_topk_prob: true };
+        let config = RouterConfig::softmax(self.dims.n_experts, self.top_k, true);
         let mut choice = Choice::empty();
         choose(&self.scores, config, 0, &mut Routing::Free, &mut choice);
         choice

@@ -185,7 +185,7 @@ struct TestBed {
 impl TestBed {
     fn new(setup: &RoutesSetup) -> Result<Self, RunError> {
         let RouteDims { n_layers, top_k, n_experts } = setup.dims();
-        let router = RouterConfig { n_experts, top_k, norm_topk_prob: true };
+        let router = RouterConfig::softmax(n_experts, top_k, true);
         Ok(Self {
             setup: *setup,
             choices: (0..n_layers).map(|layer| choice(router, setup.sequences, layer)).collect(),

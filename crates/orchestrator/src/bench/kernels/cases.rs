@@ -192,7 +192,7 @@ fn packed() -> Vec<Case> {
     [(8, 256), (32, 64)].map(case).into()
 }
 
-const ROUTER: RouterConfig = RouterConfig { n_experts: 64, top_k: 8, norm_topk_prob: true };
+const ROUTER: RouterConfig = RouterConfig::softmax(64, 8, true);
 
 fn router_shape(t: usize) -> String {
     format!("[{t}, {}], top {}", ROUTER.n_experts, ROUTER.top_k)
@@ -225,7 +225,7 @@ fn router_gates() -> Vec<Case> {
 /// Bytes of weights count once for each expert that some token takes.
 fn moe() -> Vec<Case> {
     let dims = ExpertDims { n_experts: 32, width: 512, inter: 256 };
-    let config = RouterConfig { n_experts: dims.n_experts, top_k: 4, norm_topk_prob: true };
+    let config = RouterConfig::softmax(dims.n_experts, 4, true);
     let case = |(dtype, t): (Dtype, usize)| {
         let expert = 3 * dims.width * dims.inter;
         let gate_up = noise(dims.n_experts * 2 * dims.inter * dims.width);
