@@ -107,8 +107,19 @@ pub struct PolicyOutput {
     pub entropy: Tensor,
     /// Per MoE layer `[T, E]` router logits, differentiable.
     pub router_scores: Vec<Tensor>,
+    /// Per MoE layer, what was run.
+    pub ran: Vec<RanExperts>,
     /// Which forward it is of.
     number: u64,
+}
+
+/// The experts of one MoE layer in one pass, whoever chose them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RanExperts {
+    /// `[T, K]`.
+    pub ids: Box<[u16]>,
+    /// `[T, K]`.
+    pub gates: Box<[f32]>,
 }
 
 impl Policy {
@@ -217,6 +228,7 @@ impl Policy {
                 .iter()
                 .map(|scores| leaf(scores, &shape))
                 .collect::<Result<_, ModelError>>()?,
+            ran: std::mem::take(&mut self.tape.ran),
             number: self.n_passes,
         };
         self.last = Some(LastPass {

@@ -175,7 +175,10 @@ impl Executor for Buffers {
         };
         choose(scores.values(), self.constants.router, layer, routing, &mut routed.choice);
         routed.gates.resize(routed.choice.ids().len(), 0.0);
-        gates(scores.values(), self.constants.router, &routed.choice, &mut routed.gates);
+        match routing.replayed_gates(layer, &routed.choice) {
+            Some(replayed) => routed.gates.copy_from_slice(replayed),
+            None => gates(scores.values(), self.constants.router, &routed.choice, &mut routed.gates),
+        }
         self.release(scores);
         Ok(routed)
     }

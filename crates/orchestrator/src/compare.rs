@@ -4,7 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use r3_recipe::recipe::Recipe;
-use r3_recipe::rollout::ReplayMode;
+use r3_recipe::rollout::{ReplayMode, RouterReplay};
 use r3_telemetry::report::{Comparison, Runs, html};
 
 use crate::error::{RunError, io_at};
@@ -28,8 +28,9 @@ pub struct Compared {
 pub fn compare(recipe: &Recipe, options: &RunOptions) -> Result<Compared, RunError> {
     let side = |name: &str, mode: ReplayMode| {
         let mut recipe = recipe.clone();
-        recipe.router_replay.mode = mode;
-        recipe.router_replay.diagnose = mode == ReplayMode::Off;
+        let diagnose = mode == ReplayMode::Off;
+        let threshold = if diagnose { 0.0 } else { recipe.router_replay.threshold };
+        recipe.router_replay = RouterReplay { mode, diagnose, gates: false, threshold };
         recipe.run.out.push(name);
         run(&recipe, options)
     };

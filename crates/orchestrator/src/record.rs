@@ -112,6 +112,7 @@ impl StepReport<'_> {
             (metrics::KL_LOSS, actor.kl_loss),
             (metrics::CORRECTION_MEAN, actor.correction_mean),
             (metrics::CORRECTION_DROPPED, actor.correction_dropped_frac),
+            (metrics::ROUTE_REPLACED, actor.replaced_frac),
         ];
         for (metric, value) in optional {
             if let Some(value) = value {

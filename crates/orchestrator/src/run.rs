@@ -436,7 +436,8 @@ fn load_trainer(
     let precision = setup::precision(&recipe.train);
     let reference = setup::load_reference(recipe, &config)?.map(|policy| policy.with_precision(precision));
     let policy = policy.with_precision(precision);
-    let mut trainer = Trainer::new(policy, setup::objective(recipe), optimiser, temperature);
+    let mut trainer = Trainer::new(policy, setup::objective(recipe), optimiser, temperature)
+        .with_replay(setup::replay_rule(recipe));
     if let Some(reference) = reference {
         trainer = trainer.with_reference(reference);
     }

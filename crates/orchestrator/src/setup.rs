@@ -19,7 +19,7 @@ use r3_model::error::ModelError;
 use r3_model::source::TensorSource;
 use r3_recipe::learning::Train;
 use r3_recipe::recipe::Recipe;
-use r3_recipe::rollout::{Dtype as RecipeDtype, ReplayMode};
+use r3_recipe::rollout::{Dtype as RecipeDtype, ReplayMode, RouterReplay};
 use r3_recipe::task::{Reward as RewardName, Task};
 use r3_ring::frame::max_frame_bytes;
 use r3_ring::room::available_bytes;
@@ -32,6 +32,7 @@ use r3_tasks::tokenizer::Tokenizer;
 use r3_telemetry::progress::{Bar, BarKind, Progress};
 use r3_train::batch::{Limits, RoutesUse};
 use r3_train::objective::Objective;
+use r3_train::replay::{Own, ReplayRule};
 
 use crate::error::RunError;
 use crate::pending_file::Expected;
@@ -93,14 +94,26 @@ pub fn retries(task: &Task) -> Retries {
     Retries { attempts: task.attempts() }
 }
 
-/// What the routes of a run are for: one switch drives both sides.
+/// What the routes of a run's rollouts are for: one switch drives both sides.
 #[must_use]
 pub fn routes_use(recipe: &Recipe) -> RoutesUse {
     match (recipe.router_replay.mode, recipe.router_replay.diagnose) {
         (ReplayMode::R3, _) => RoutesUse::Replay,
-        (ReplayMode::Off, true) => RoutesUse::Diagnose,
-        (ReplayMode::Off, false) => RoutesUse::None,
+        (ReplayMode::R2 | ReplayMode::Off, true) => RoutesUse::Diagnose,
+        (ReplayMode::R2 | ReplayMode::Off, false) => RoutesUse::None,
     }
+}
+
+/// What the recipe's trainer replays beside the rollouts' routes.
+#[must_use]
+pub fn replay_rule(recipe: &Recipe) -> ReplayRule {
+    let RouterReplay { mode, gates, threshold, .. } = recipe.router_replay;
+    let own = match (mode, gates) {
+        (ReplayMode::R2, true) => Own::ExpertsAndGates,
+        (ReplayMode::R2, false) => Own::Experts,
+        (ReplayMode::R3 | ReplayMode::Off, _) => Own::Nothing,
+    };
+    ReplayRule { own, threshold: narrow(threshold) }
 }
 
 /// How the trainer cuts a batch.
@@ -398,12 +411,18 @@ mod tests {
         for (mode, diagnose, expected) in [
             (ReplayMode::R3, false, RoutesUse::Replay),
             (ReplayMode::R3, true, RoutesUse::Replay),
+            (ReplayMode::R2, false, RoutesUse::None),
+            (ReplayMode::R2, true, RoutesUse::Diagnose),
             (ReplayMode::Off, true, RoutesUse::Diagnose),
             (ReplayMode::Off, false, RoutesUse::None),
         ] {
             (recipe.router_replay.mode, recipe.router_replay.diagnose) = (mode, diagnose);
             assert_eq!((routes_use(&recipe), limits(&recipe).routes), (expected, expected));
+            let own = if mode == ReplayMode::R2 { Own::Experts } else { Own::Nothing };
+            assert_eq!(replay_rule(&recipe), ReplayRule { own, threshold: 0.0 });
         }
+        recipe.router_replay = RouterReplay { mode: ReplayMode::R2, gates: true, ..RouterReplay::default() };
+        assert_eq!(replay_rule(&recipe).own, Own::ExpertsAndGates);
     }
 
     #[test]

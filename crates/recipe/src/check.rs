@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::Path;
 
 use crate::check_objective::{check_algorithm, check_objective};
+use crate::check_replay::{ReplayConflict, check_replay};
 use crate::learning::{Sft, Train};
 use crate::numerics::Numerics;
 use crate::recipe::{Recipe, SftRecipe};
@@ -100,6 +101,9 @@ pub enum Rule {
     /// A number beyond its limit.
     #[error("{0}")]
     OutOfRange(Bound),
+    /// Keys of `router_replay` against each other.
+    #[error("{0}")]
+    Replay(ReplayConflict),
     /// A name or path without a character.
     #[error("`{path}` is empty")]
     EmptyText {
@@ -249,6 +253,7 @@ impl Rule {
     pub fn paths(&self) -> [&'static str; 2] {
         match self {
             Self::OutOfRange(bound) => [bound.path; 2],
+            Self::Replay(conflict) => conflict.paths(),
             Self::EmptyText { path } | Self::TruncatedSampling { path, .. } => [path; 2],
             Self::UnevenMiniSteps { .. } => ["rollout.groups", "train.mini_steps"],
             Self::OverSampledBatch { .. } => ["rollout.over_sampling_groups", "rollout.groups"],
@@ -275,6 +280,7 @@ impl Rule {
     pub fn hint(&self) -> String {
         match self {
             Self::OutOfRange(Bound { path, usual, .. }) => format!("`{path}: {usual}` is usual"),
+            Self::Replay(conflict) => conflict.hint().into(),
             Self::EmptyText { path } => format!("write a text after `{path}:`"),
             Self::UnevenMiniSteps { groups, mini_steps } => {
                 format!("set `rollout.groups` to {}", groups.next_multiple_of(*mini_steps))
@@ -339,6 +345,7 @@ impl Recipe {
         check_task(task)?;
         check_rollout(rollout)?;
         check_engine(engine)?;
+        check_replay(&self.router_replay)?;
         check_algorithm(algorithm, rollout.max_new_tokens)?;
         check_objective(objective, algorithm, rollout.max_new_tokens)?;
         check_train(train)?;

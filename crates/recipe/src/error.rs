@@ -158,7 +158,7 @@ pub enum Problem {
         found: String,
     },
     /// None of the words this key takes.
-    #[error("{} must be {}, not `{}`{}", name(path), one_of(known), found.escape_debug(), not_yet(path, found))]
+    #[error("{} must be {}, not `{}`", name(path), one_of(known), found.escape_debug())]
     UnknownWord {
         /// The key, with its path.
         path: String,
@@ -244,10 +244,9 @@ impl Problem {
             Self::UnknownKey { path, known, elsewhere } => unknown_key_hint(path, known, elsewhere),
             Self::MissingKey { path } => format!("add {}", meaning(path)),
             Self::WrongType { path, expected, found } => wrong_type_hint(path, expected, found),
-            Self::UnknownWord { path, found, known } => match (way_out(path, found), nearest(found, known)) {
-                (Some((_, hint)), _) => hint.into(),
-                (None, Some(word)) => format!("did you mean `{word}`?"),
-                (None, None) => format!("write {}", one_of(known)),
+            Self::UnknownWord { found, known, .. } => match nearest(found, known) {
+                Some(word) => format!("did you mean `{word}`?"),
+                None => format!("write {}", one_of(known)),
             },
             Self::NotOneVariant { path, found, known } => match found.last() {
                 Some(last) => format!(
@@ -262,23 +261,6 @@ impl Problem {
             Self::Rule(rule) => rule.hint(),
         }
     }
-}
-
-/// Words that other trainers know and r3 does not run yet: path, word, why not, and what to do.
-const NOT_YET: [(&str, &str, &str, &str); 1] = [(
-    "router_replay.mode",
-    "r2",
-    "replay of the trainer's own earlier choice is not supported yet",
-    "write `mode: r3` to replay the rollout's choice, or `mode: off`",
-)];
-
-fn way_out(path: &str, word: &str) -> Option<(&'static str, &'static str)> {
-    let known = NOT_YET.iter().find(|(at, what, ..)| (*at, *what) == (path, word));
-    known.map(|&(_, _, why, hint)| (why, hint))
-}
-
-fn not_yet(path: &str, word: &str) -> String {
-    way_out(path, word).map(|(why, _)| format!(": {why}")).unwrap_or_default()
 }
 
 /// What peers call things, as the last part of a key, and r3's path for it.

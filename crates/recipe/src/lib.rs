@@ -8,6 +8,7 @@ pub mod algorithm;
 pub mod bytes;
 pub mod check;
 mod check_objective;
+pub mod check_replay;
 pub mod error;
 pub mod learning;
 pub mod numerics;

@@ -100,15 +100,21 @@ impl Default for Engine {
     }
 }
 
-/// Whether the trainer takes the experts the rollout took (R3, arXiv 2510.11370). One switch for both sides.
+/// Whether the trainer takes experts that were chosen before (R3 and R2, arXiv 2510.11370). One switch for both sides.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RouterReplay {
     /// What is replayed.
     pub mode: ReplayMode,
-    /// With `mode: off`, records the rollout's routes all the same, only to count where the trainer's router
+    /// With `mode: r2` or `off`, records the rollout's routes all the same, only to count where the trainer's router
     /// disagrees.
     pub diagnose: bool,
+    /// With `mode: r2`, replays the gates of that choice, too: constants, through which the router does not learn. An ablation.
+    pub gates: bool,
+    /// Replays an expert only where its score, as a probability or through the sigmoid, is at least this share of the least
+    /// that the trainer's router itself would choose; else the best of that choice takes its place. 0 replays all, 1 none but
+    /// the router's own. An ablation.
+    pub threshold: f64,
 }
 
 /// Whose expert choice the trainer uses.
@@ -118,7 +124,11 @@ pub enum ReplayMode {
     /// The rollout engine's, recorded token by token; gates still come from the trainer's own scores.
     #[default]
     R3,
-    /// The trainer's own. Unless `diagnose` asks for it, no route is recorded and no memory held for one.
+    /// The trainer's own before the first update of a step, which the updates of all mini-steps hold to; gates still come
+    /// from the scores at hand. With one mini-step the same as `off`, bit for bit. Unless `diagnose` asks for it, the rollout
+    /// records no route.
+    R2,
+    /// The trainer's own, at every pass. Unless `diagnose` asks for it, no route is recorded and no memory held for one.
     Off,
 }
 

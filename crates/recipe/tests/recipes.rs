@@ -90,7 +90,7 @@ fn what_is_left_out_takes_its_default() {
         (0, Refit { in_flight: InFlight::Continue })
     );
     assert_eq!(recipe.engine, Engine::default());
-    assert_eq!(recipe.router_replay, RouterReplay { mode: ReplayMode::R3, diagnose: false });
+    assert_eq!(recipe.router_replay, RouterReplay::default());
     assert_eq!(recipe.algorithm, Algorithm::Grpo(Grpo { clip: 0.2, std_normalise: true }));
     assert_eq!(recipe.train, Train::default());
     assert_eq!(recipe.ring, Ring { bytes: Bytes::mib(64), deadline_s: 600 });

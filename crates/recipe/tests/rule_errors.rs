@@ -348,6 +348,55 @@ fn the_best_checkpoints_need_an_evaluation_each() {
 }
 
 #[test]
+fn replay_of_what_was_not_recorded_is_refused() {
+    assert_snapshot!(set(&["router_replay.gates=true"]), @"
+    error: `router_replay.gates` replays recorded gates, but a rollout sends its expert ids alone
+     --> --set:1:21
+      |
+    1 | router_replay.gates=true
+      |                     ^^^^
+
+    hint: set `router_replay.mode: r2`, where the trainer records both, or remove `gates`
+    ");
+    assert_snapshot!(set(&["router_replay={mode: off, gates: true}"]), @"
+    error: `router_replay.gates` replays recorded gates, but with `mode: off` nothing is recorded
+     --> --set:1:34
+      |
+    1 | router_replay={mode: off, gates: true}
+      |                                  ^^^^
+
+    hint: set `router_replay.mode: r2`, where the trainer records both, or remove `gates`
+    ");
+    assert_snapshot!(set(&["router_replay={mode: r2, gates: true, threshold: 0.5}"]), @"
+    error: `router_replay.threshold` replaces experts, but `gates` replays those of the experts replaced
+     --> --set:1:50
+      |
+    1 | router_replay={mode: r2, gates: true, threshold: 0.5}
+      |                                                  ^^^
+
+    hint: remove one of the two
+    ");
+    assert_snapshot!(set(&["router_replay={mode: off, threshold: 0.5}"]), @"
+    error: `router_replay.threshold` limits what is replayed, but with `mode: off` nothing is
+     --> --set:1:38
+      |
+    1 | router_replay={mode: off, threshold: 0.5}
+      |                                      ^^^
+
+    hint: set `router_replay.mode` to `r3` or `r2`, or remove `threshold`
+    ");
+    assert_snapshot!(set(&["router_replay={threshold: 1.5}"]), @"
+    error: `router_replay.threshold` is 1.5, but must be from 0 to 1
+     --> --set:1:27
+      |
+    1 | router_replay={threshold: 1.5}
+      |                           ^^^
+
+    hint: `router_replay.threshold: 0` is usual
+    ");
+}
+
+#[test]
 fn what_an_algorithm_cannot_take_is_refused() {
     assert_snapshot!(set(&["objective.dual_clip=3", "algorithm={cispo: {}}"]), @"
     error: `objective.dual_clip` bounds a clipped surrogate, but CISPO clips the weight instead

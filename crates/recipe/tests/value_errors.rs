@@ -410,15 +410,15 @@ fn a_variant_that_is_a_number_is_refused() {
 }
 
 #[test]
-fn replay_of_the_trainers_choice_is_known_but_refused() {
-    assert_snapshot!(with("run:", "router_replay: { mode: r2 }\nrun:"), @"
-    error: `router_replay.mode` must be one of `r3`, `off`, not `r2`: replay of the trainer's own earlier choice is not supported yet
+fn a_word_for_replay_that_is_not_one_is_refused() {
+    assert_snapshot!(with("run:", "router_replay: { mode: R2 }\nrun:"), @"
+    error: `router_replay.mode` must be one of `r3`, `r2`, `off`, not `R2`
      --> x.yaml:8:24
       |
-    8 | router_replay: { mode: r2 }
+    8 | router_replay: { mode: R2 }
       |                        ^^
 
-    hint: write `mode: r3` to replay the rollout's choice, or `mode: off`
+    hint: did you mean `r2`?
     ");
 }
 

@@ -77,6 +77,8 @@ metrics! {
         "layers", POSITIVE, "Mean number of layers of a token where that happens.";
     Gauge ROUTE_COVERAGE = "route_coverage" => "r3_route_coverage", "share", 1.0..=1.0,
         "Route rows of the batch that were recorded, over rows needed; less than 1 is a bug.";
+    Gauge ROUTE_REPLACED = "route_replaced_frac" => "r3_route_replaced_frac", "share", 0.0..=0.1,
+        "Replayed experts that scored below router_replay.threshold and gave way to the router's own.";
     Counter ROUTE_REPLAYED_ROWS = "route_replayed_rows" => "r3_route_rows_total" [state = "replayed"], "rows", POSITIVE,
         "Route rows handed to the trainer.";
     Counter ROUTE_UNSET_ROWS = "route_unset_rows" => "r3_route_rows_total" [state = "unset"], "rows", 0.0..=0.0,

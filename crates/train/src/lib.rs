@@ -26,6 +26,7 @@ pub mod objective;
 pub mod optimiser;
 pub mod optimiser_state;
 pub mod overlong;
+pub mod replay;
 pub mod reward_kl;
 pub mod schedule;
 pub mod sft;

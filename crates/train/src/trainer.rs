@@ -6,7 +6,6 @@ use std::path::Path;
 use candle_core::DType;
 use r3_core::ids::PolicyVersion;
 use r3_kernels::route_record::RouteRecord;
-use r3_kernels::router::Routing;
 use r3_model::autograd::{Policy, PolicyOutput};
 use r3_recipe::objective::{KlPlace, OldLogprobs};
 
@@ -23,6 +22,7 @@ use crate::mismatch::{Mismatch, MismatchStats};
 use crate::objective::{KlTerm, Objective};
 use crate::optimiser::{AdamWConfig, Update};
 use crate::optimiser_state;
+use crate::replay::{Own, Replay, ReplayRule, n_replaced};
 use crate::reward_kl;
 use crate::step_tokens::StepTokens;
 
@@ -34,6 +34,7 @@ pub struct Trainer {
     micro: MicroBatch,
     native: RouteRecord,
     old: StepTokens,
+    replay: Replay,
     reference: Option<Reference>,
 }
 
@@ -59,7 +60,8 @@ pub struct StepStats {
     pub mismatch: MismatchStats,
     /// The updates.
     pub actor: ActorStats,
-    /// Spread of the experts this step ran, before the first update; `None` when the batch has no routes.
+    /// Spread of the experts this step ran, before the first update; `None` when neither the batch nor the trainer keeps
+    /// routes.
     pub load: Option<LoadStats>,
     /// Mean staleness of the rollouts before the first update, in optimiser steps.
     pub staleness_mean: f64,
@@ -87,6 +89,9 @@ pub struct ActorStats {
     pub correction_mean: Option<f64>,
     /// Share of tokens that the correction drops; `None` without one.
     pub correction_dropped_frac: Option<f64>,
+    /// Share of replayed experts that scored too low and were replaced, over the updates' forwards; `None` without a
+    /// threshold.
+    pub replaced_frac: Option<f64>,
     /// Share of bad tokens stopped by the dual clip.
     pub clip_frac_dual: f64,
     /// Entropy of the policy, nats.
@@ -130,6 +135,7 @@ impl Trainer {
             micro: MicroBatch::default(),
             native,
             old: StepTokens::default(),
+            replay: Replay::default(),
             reference: None,
         }
     }
@@ -141,11 +147,34 @@ impl Trainer {
         self
     }
 
-    /// Forwards that [`Self::step`] makes of `batch`: those of the batch, and one of each micro-batch for a reference.
+    /// Replays by `rule`.
+    ///
+    /// # Panics
+    /// If its threshold is not a share, or replaces experts whose gates are replayed.
+    #[must_use]
+    pub fn with_replay(mut self, rule: ReplayRule) -> Self {
+        self.replay = Replay::new(rule);
+        self
+    }
+
+    /// Forwards that [`Self::step`] makes of `batch`: those of the batch, one of each micro-batch for a reference, and those
+    /// of the first mini-step where no update's own forward serves to measure it.
     #[must_use]
     pub fn n_passes(&self, batch: &Batch<'_>) -> usize {
-        let of_reference = batch.mini_steps().iter().map(|mini| mini.micro_batches.len()).sum();
-        batch.n_passes() + self.reference.as_ref().map_or(0, |_| of_reference)
+        let mut counts = batch.mini_steps().iter().map(|mini| mini.micro_batches.len());
+        let of_reference = self.reference.as_ref().map_or(0, |_| counts.clone().sum());
+        let of_first = if self.n_measured_by_updates() == 0 { counts.next().unwrap_or(0) } else { 0 };
+        batch.n_passes() + of_reference + of_first
+    }
+
+    /// Mini-steps whose update's forward is also what measures them: the first. None where a reference has to know which
+    /// experts the trainer takes, or that forward itself has gates to replay.
+    fn n_measured_by_updates(&self) -> usize {
+        match self.replay.rule().own {
+            Own::Nothing => 1,
+            Own::Experts => usize::from(self.reference.is_none()),
+            Own::ExpertsAndGates => 0,
+        }
     }
 
     /// Continues the run whose checkpoint `dir` holds `state`; the policy was loaded from the same directory.
@@ -220,20 +249,23 @@ impl Trainer {
         self.check_routes(batch)?;
         let _span = tracing::info_span!("step", version = self.version().0).entered();
         let (staleness_mean, staleness_max) = batch.staleness(self.version());
-        let measured = Measured::new(batch, &self.learner);
+        let measured = Measured::new(batch, &self.learner, self.replay.rule().own != Own::Nothing);
         let mut account = Account { measured, actor: ActorSums::default(), progress };
-        self.refer(batch, &mut account)?;
         self.old.start(batch);
-        for mini in batch.mini_steps().iter().skip(1) {
+        self.replay.start();
+        let n_measured_by_updates = self.n_measured_by_updates();
+        for mini in batch.mini_steps().iter().skip(n_measured_by_updates) {
             for sequences in &mini.micro_batches {
                 let pass = self.forward(batch, sequences.clone(), true)?;
                 self.old.keep(sequences, &pass.policy_logprobs);
+                self.replay.keep(sequences, &pass.output.ran);
                 account.measured.add(&self.micro, &pass, &self.native);
                 (account.progress)(PassDone { n_inputs: self.micro.n_inputs(), stage: Stage::Measured });
             }
         }
+        self.refer(batch, &mut account)?;
         for (index, mini) in batch.mini_steps().iter().enumerate() {
-            self.mini_step(batch, mini, &mut account, index == 0)?;
+            self.mini_step(batch, mini, &mut account, index < n_measured_by_updates)?;
         }
         let Account { measured, actor, .. } = account;
         let (mismatch, load) = measured.finish();
@@ -252,16 +284,14 @@ impl Trainer {
     /// Runs the reference, if there is one, on all of `batch`. It takes the experts that the trainer takes, so that the KL
     /// is of the weights and not of two routers.
     fn refer(&mut self, batch: &Batch<'_>, account: &mut Account<'_>) -> Result<(), TrainError> {
-        let Self { reference: Some(reference), objective, micro, temperature, .. } = self else {
+        let Self { reference: Some(reference), objective, micro, replay, temperature, .. } = self else {
             return Ok(());
         };
         reference.logprobs.start(batch);
         for sequences in batch.mini_steps().iter().flat_map(|mini| &mini.micro_batches) {
             micro.gather(batch, sequences.clone());
-            let mut routing = match batch.routes() {
-                RoutesUse::Replay => Routing::Replay { ids: &micro.routes, native: None },
-                RoutesUse::Diagnose | RoutesUse::None => Routing::Free,
-            };
+            let rollout = (batch.routes() == RoutesUse::Replay).then_some(&micro.routes[..]);
+            let mut routing = replay.routing(rollout, sequences, None);
             let output = reference.policy.logprobs(&micro.packed(), &mut routing, *temperature)?;
             let logprobs = output.logprobs.to_vec1::<f32>()?;
             if let Some(at) = logprobs.iter().position(|logprob| !logprob.is_finite()) {
@@ -333,17 +363,14 @@ impl Trainer {
         sequences: Range<usize>,
         measure: bool,
     ) -> Result<Pass, TrainError> {
-        let Self { learner, micro, native, .. } = self;
+        let Self { learner, micro, native, replay, .. } = self;
         micro.gather(batch, sequences.clone());
         let mut native = (measure && batch.routes() != RoutesUse::None).then_some(native);
         if let Some(native) = &mut native {
             native.start(micro.n_inputs());
         }
-        let mut routing = match (batch.routes(), native) {
-            (RoutesUse::Replay, native) => Routing::Replay { ids: &micro.routes, native },
-            (RoutesUse::Diagnose | RoutesUse::None, Some(native)) => Routing::Record(native),
-            (RoutesUse::Diagnose | RoutesUse::None, None) => Routing::Free,
-        };
+        let rollout = (batch.routes() == RoutesUse::Replay).then_some(&micro.routes[..]);
+        let mut routing = replay.routing(rollout, &sequences, native);
         let output = learner.policy.logprobs(&micro.packed(), &mut routing, self.temperature)?;
         let policy_logprobs = output.logprobs.to_vec1::<f32>()?;
         if let Some(at) = policy_logprobs.iter().position(|logprob| !logprob.is_finite()) {
@@ -351,11 +378,14 @@ impl Trainer {
             return Err(TrainError::NonFinite { tensor, version: learner.version });
         }
         let entropy = output.entropy.to_vec1::<f32>()?;
-        Ok(Pass { output, policy_logprobs, entropy })
+        let n_replaced = n_replaced(&routing, &output.ran);
+        Ok(Pass { output, policy_logprobs, entropy, n_replaced })
     }
 
     /// Refuses routes of another model before any weight changes.
     fn check_routes(&self, batch: &Batch<'_>) -> Result<(), TrainError> {
+        let replays_own = self.replay.rule().own != Own::Nothing;
+        assert!(!replays_own || batch.routes() != RoutesUse::Replay, "routes of one side are replayed");
         let expected = self.learner.policy.config().route_dims();
         match (batch.route_dims(), batch.sequences().first()) {
             (Some(dims), Some(first)) if dims != expected => {
@@ -379,6 +409,8 @@ struct Pass {
     output: PolicyOutput,
     policy_logprobs: Vec<f32>,
     entropy: Vec<f32>,
+    /// Replayed experts that were replaced, and all of them.
+    n_replaced: Option<(usize, usize)>,
 }
 
 /// Says which rollout the input `at` of a micro-batch belongs to.
@@ -407,9 +439,10 @@ struct Measured {
 }
 
 impl Measured {
-    fn new(batch: &Batch<'_>, learner: &Learner) -> Self {
+    fn new(batch: &Batch<'_>, learner: &Learner, keeps_own: bool) -> Self {
         let routes = batch.routes();
-        let loads = (routes != RoutesUse::None).then(|| Loads::new(learner.policy.config().route_dims()));
+        let has_loads = routes != RoutesUse::None || keeps_own;
+        let loads = has_loads.then(|| Loads::new(learner.policy.config().route_dims()));
         Self { version: learner.version, mismatch: Mismatch::default(), loads, routes }
     }
 
@@ -419,16 +452,11 @@ impl Measured {
         let fresh: Vec<f32> = fresh.collect();
         self.mismatch.add(&pass.policy_logprobs, &micro.rollout_logprobs, &fresh);
         let Some(loads) = &mut self.loads else { return };
-        self.mismatch.add_routes(native, &micro.routes, &fresh);
-        let n_layers = loads.n_layers();
-        for layer in 0..n_layers {
-            match self.routes {
-                RoutesUse::Replay => {
-                    let layer_ids = micro.routes.len() / n_layers;
-                    loads.add(layer, &micro.routes[layer * layer_ids..][..layer_ids]);
-                }
-                RoutesUse::Diagnose | RoutesUse::None => loads.add(layer, &native.layer(layer)),
-            }
+        if self.routes != RoutesUse::None {
+            self.mismatch.add_routes(native, &micro.routes, &fresh);
+        }
+        for (layer, ran) in pass.output.ran.iter().enumerate() {
+            loads.add(layer, &ran.ids);
         }
     }
 
@@ -449,6 +477,8 @@ struct ActorSums {
     n_dual: usize,
     /// Sum of weights, and tokens dropped.
     correction: Option<(f64, usize)>,
+    /// Replayed experts that were replaced, and all of them.
+    replaced: Option<(usize, usize)>,
     n_tokens: usize,
     grad_norm: f64,
     lr: f64,
@@ -460,6 +490,10 @@ impl ActorSums {
         let difference = |(&policy, &other): (&f32, &f32)| f64::from(policy) - f64::from(other);
         let log_ratios: Vec<f64> = pass.policy_logprobs.iter().zip(old_logprobs).map(difference).collect();
         let log_ratios = objective.ratio.log_ratios(&log_ratios, &micro.mask, &micro.lengths);
+        if let Some((n_replaced, n)) = pass.n_replaced {
+            let (sum, of) = self.replaced.get_or_insert_default();
+            (*sum, *of) = (*sum + n_replaced, *of + n);
+        }
         for t in (0..micro.n_inputs()).filter(|&t| micro.mask[t] != 0.0) {
             self.kl -= difference((&pass.policy_logprobs[t], &micro.rollout_logprobs[t]));
             self.entropy += f64::from(pass.entropy[t]);
@@ -506,6 +540,7 @@ impl ActorSums {
             clip_frac_low: self.n_low as f64 / n_tokens,
             correction_mean: self.correction.map(|(sum, _)| sum / n_tokens),
             correction_dropped_frac: self.correction.map(|(_, n_dropped)| n_dropped as f64 / n_tokens),
+            replaced_frac: self.replaced.map(|(n_replaced, n)| n_replaced as f64 / n.max(1) as f64),
             clip_frac_dual: self.n_dual as f64 / n_tokens,
             entropy: self.entropy / n_tokens,
             grad_norm: self.grad_norm / n_updates,

@@ -60,12 +60,16 @@ impl Backward<'_> {
         let (weights, len) = (self.weights, tape.nodes.len());
         let moe_layer = weights.config.is_moe[..index].iter().filter(|&&is_moe| is_moe).count();
         let routes = std::mem::take(&mut tape.routes);
-        let mut routing = Routing::Replay { ids: &routes, native: None };
+        let gates = std::mem::take(&mut tape.replayed_gates);
+        let mut routing = match gates.is_empty() {
+            true => Routing::Replay { ids: &routes, native: None },
+            false => Routing::ReplayGates { ids: &routes, gates: &gates },
+        };
         let layer = (index, &weights.layers[index]);
         let input = [NodeId(len - 2), NodeId(len - 1)];
         let [x, y] = decoder_layer(tape, layer, input, self.attend, (moe_layer, &mut routing))?;
         let y = tape.add(x, y)?;
-        tape.routes = routes;
+        (tape.routes, tape.replayed_gates) = (routes, gates);
         tape.nodes[y.0].grad = grad;
         self.run(tape, len)
     }
@@ -88,8 +92,8 @@ impl Backward<'_> {
                 tape.pool.release(turned);
             }
             Op::Attend { qkv } => self.attend(tape, *qkv, grad),
-            Op::Route { scores, layer, choice } => {
-                let gated = (choice, rows.values());
+            Op::Route { scores, layer, choice, is_live } => {
+                let gated = is_live.then(|| (choice, rows.values()));
                 self.route(tape, (*scores, *layer), gated, grad.values());
             }
             Op::Experts { x, gates, experts, trace } => {
@@ -158,20 +162,26 @@ impl Backward<'_> {
         }
     }
 
+    /// Gates that were replayed are constants: the scores beneath have the loss's own gradient, if any.
     fn route(
         &mut self,
         tape: &mut Tape,
         (scores, layer): (NodeId, usize),
-        (choice, gates): (&Choice, &[f32]),
+        gated: Option<(&Choice, &[f32])>,
         grad: &[f32],
     ) {
+        if gated.is_none() && self.score_grads[layer].is_none() {
+            return;
+        }
         let mut scores_grad = tape.fresh_grad(scores);
         match &self.score_grads[layer] {
             Some(of_loss) => scores_grad.values_mut().copy_from_slice(of_loss),
             None => scores_grad.values_mut().fill(0.0),
         }
-        let gated = Gated { scores: tape.values(scores), config: tape.constants.router, choice, gates };
-        gated.add_scores_gradient(grad, scores_grad.values_mut());
+        if let Some((choice, gates)) = gated {
+            let gated = Gated { scores: tape.values(scores), config: tape.constants.router, choice, gates };
+            gated.add_scores_gradient(grad, scores_grad.values_mut());
+        }
         tape.set_grad(scores, scores_grad);
     }
 

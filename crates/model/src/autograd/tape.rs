@@ -18,7 +18,7 @@ use r3_kernels::router::{Choice, Routing, choose, gates};
 use r3_kernels::swiglu::silu_mul;
 
 use super::params::{ExpertsId, ParamId, Params};
-use super::{PackedSequences, Precision};
+use super::{PackedSequences, Precision, RanExperts};
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::executor::{BuildWeights, Constants, Executor, Named, check_vocabulary};
@@ -65,6 +65,8 @@ pub(super) enum Op {
         scores: NodeId,
         layer: usize,
         choice: Choice,
+        /// Whether the gates are of these scores, and not replayed.
+        is_live: bool,
     },
     Experts {
         x: NodeId,
@@ -113,6 +115,10 @@ pub struct Tape {
     n_layers: usize,
     /// The experts of this pass, `[L, T, K]`: what a layer that runs again replays; empty if none will.
     pub(super) routes: Vec<u16>,
+    /// Their gates, where these are replayed, too.
+    pub(super) replayed_gates: Vec<f32>,
+    /// What was run, a MoE layer each.
+    pub(super) ran: Vec<RanExperts>,
     /// Router logits of this pass, `[T, E]` a MoE layer.
     pub(super) router_scores: Vec<Vec<f32>>,
 }
@@ -132,6 +138,8 @@ impl Tape {
             layer_start: 2,
             n_layers: 0,
             routes: Vec::new(),
+            replayed_gates: Vec::new(),
+            ran: Vec::new(),
             router_scores: Vec::new(),
         }
     }
@@ -147,6 +155,8 @@ impl Tape {
     pub(super) fn clear(&mut self) {
         self.truncate(0);
         self.routes.clear();
+        self.replayed_gates.clear();
+        self.ran.clear();
         self.router_scores.clear();
         (self.layer_start, self.n_layers) = (2, 0);
     }
@@ -264,8 +274,13 @@ impl Executor for Tape {
         let (mut choice, router) = (Choice::empty(), self.constants.router);
         let mut out = self.like(scores, router.top_k);
         choose(self.values(scores), router, layer, routing, &mut choice);
-        gates(self.values(scores), router, &choice, out.values_mut());
-        Ok(RouteId(self.push(Op::Route { scores, layer, choice }, out)))
+        let replayed = routing.replayed_gates(layer, &choice);
+        match replayed {
+            Some(replayed) => out.values_mut().copy_from_slice(replayed),
+            None => gates(self.values(scores), router, &choice, out.values_mut()),
+        }
+        let is_live = replayed.is_none();
+        Ok(RouteId(self.push(Op::Route { scores, layer, choice, is_live }, out)))
     }
 
     fn experts(&mut self, x: &NodeId, routed: RouteId, experts: &ExpertsId) -> Result<NodeId, ModelError> {
@@ -296,10 +311,14 @@ impl Executor for Tape {
 
     fn end_layer(&mut self, ends: [NodeId; 2]) -> [NodeId; 2] {
         for node in &self.nodes[self.layer_start..] {
-            if let Op::Route { scores, choice, .. } = &node.op {
+            if let Op::Route { scores, choice, is_live, .. } = &node.op {
                 if self.recompute {
                     self.routes.extend_from_slice(choice.ids());
                 }
+                if self.recompute && !is_live {
+                    self.replayed_gates.extend_from_slice(node.rows.values());
+                }
+                self.ran.push(RanExperts { ids: choice.ids().into(), gates: node.rows.values().into() });
                 self.router_scores.push(self.values(*scores).to_vec());
             }
         }

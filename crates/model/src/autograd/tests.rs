@@ -127,6 +127,46 @@ fn layers_that_run_again_have_the_same_gradients_to_the_bit() {
     }
 }
 
+/// Logprobs, what was run, and the gradients of the logprobs' sum.
+fn logprob_pass(
+    policy: &mut Policy,
+    routing: &mut Routing<'_>,
+) -> (Vec<f32>, Vec<RanExperts>, Vec<Vec<f32>>) {
+    let tokens = tokens(TOKENS);
+    let batch = Packed { tokens: &tokens[..6], targets: &tokens[1..], lengths: &LENGTHS };
+    let output = policy.logprobs(&batch, routing, 1.0).unwrap();
+    let mut gradients = policy.zero_gradients();
+    policy
+        .backward(&output, &output.logprobs.sum_all().unwrap().backward().unwrap(), &mut gradients)
+        .unwrap();
+    (output.logprobs.to_vec1().unwrap(), output.ran, gradients)
+}
+
+#[test]
+fn replayed_gates_are_run_and_give_their_router_no_gradient() {
+    let config = mixed_config();
+    let mut live = in_precision(&config, Dtype::F32, false);
+    let (logprobs, ran, gradients) = logprob_pass(&mut live, &mut Routing::Free);
+    let router = live.vars().iter().position(|(name, _)| name.ends_with("mlp.gate.weight")).unwrap();
+    assert!(gradients[router].iter().any(|&g| g != 0.0));
+    let [RanExperts { ids, gates }] = &ran[..] else { panic!("one MoE layer") };
+    let others: Vec<f32> = gates.iter().map(|gate| 1.0 - gate).collect();
+    let mut expected = None;
+    for recompute in [false, true] {
+        let mut policy = in_precision(&config, Dtype::F32, recompute);
+        let (again, ran_again, replayed) =
+            logprob_pass(&mut policy, &mut Routing::ReplayGates { ids, gates });
+        assert_eq!((again, &ran_again), (logprobs.clone(), &ran), "the gates it would have had itself");
+        assert!(replayed[router].iter().all(|&g| g == 0.0));
+        assert!(replayed.last() == gradients.last(), "beyond the last router nothing is different");
+        let (changed, ran, gradients) =
+            logprob_pass(&mut policy, &mut Routing::ReplayGates { ids, gates: &others });
+        assert!(changed != logprobs && *ran[0].gates == others);
+        // If running again weighed anew, the gradient would be that of a mixture.
+        assert!(*expected.get_or_insert_with(|| gradients.clone()) == gradients, "recompute: {recompute}");
+    }
+}
+
 #[test]
 fn a_pass_after_another_finds_nothing_of_it() {
     let config = mixed_config();

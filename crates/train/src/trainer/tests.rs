@@ -185,6 +185,115 @@ fn replay_takes_the_rollouts_experts_and_reports_the_routers_own() {
     assert_eq!((off.mismatch.abs_diff_max, off.mismatch.router, off.load), (0.0, None, None));
 }
 
+const FREE: Limits = Limits { routes: RoutesUse::None, ..WHOLE };
+
+/// The weights and figures after a step at `lr`, with the trainer's own routes replayed or not.
+fn with_own(own: bool, mini_steps: usize, reference: Option<u64>) -> (StepStats, Vec<f32>) {
+    let objective = if reference.is_some() { with_kl(KlPlace::Loss) } else { dapo() };
+    let mut trainer = trainer_at(&objective, 0.3);
+    if own {
+        trainer = trainer.with_replay(ReplayRule { own: Own::Experts, threshold: 0.0 });
+    }
+    if let Some(seed) = reference {
+        trainer = trainer.with_reference(tiny_policy(seed));
+    }
+    let stats = step(&mut trainer, &rollouts(), Limits { mini_steps, ..FREE }).unwrap();
+    (stats, flat(trainer.policy().vars()))
+}
+
+#[test]
+fn own_routes_change_nothing_before_the_first_update_and_hold_its_choice_after() {
+    let (off, own) = (with_own(false, 1, None), with_own(true, 1, None));
+    assert_eq!(off.1, own.1);
+    assert_eq!((off.0.load, own.0.load.is_some(), own.0.mismatch.router), (None, true, None));
+    assert_eq!(StepStats { load: None, ..own.0 }, off.0);
+    let (off, own) = (with_own(false, 3, None), with_own(true, 3, None));
+    assert_eq!(off.0.mismatch, own.0.mismatch, "measured is what comes before the first update");
+    assert_ne!(off.1, own.1, "a step this large moves the router's choice");
+}
+
+/// The choice held is that of the weights the step starts with: what `r3` would replay of rollouts those weights sampled.
+#[test]
+fn own_routes_of_the_sampling_weights_are_those_of_the_rollouts() {
+    let mut replaying = trainer_at(&dapo(), 0.3);
+    let stats = step(&mut replaying, &rollouts(), Limits { mini_steps: 3, ..WHOLE }).unwrap();
+    let (own, weights) = with_own(true, 3, None);
+    assert_eq!(flat(replaying.policy().vars()), weights);
+    assert_eq!((own.actor, own.load), (stats.actor, stats.load));
+}
+
+#[test]
+fn own_routes_are_diagnosed_beside_the_rollouts_and_not_replaced_by_them() {
+    let other: Vec<_> = rollouts().into_iter().map(rerouted).collect();
+    let limits = Limits { mini_steps: 3, routes: RoutesUse::Diagnose, ..WHOLE };
+    let rule = ReplayRule { own: Own::Experts, threshold: 0.0 };
+    let mut trainer = trainer_at(&dapo(), 0.3).with_replay(rule);
+    let stats = step(&mut trainer, &other, limits).unwrap();
+    assert_eq!(stats.mismatch.router.unwrap().token_any_frac, 1.0);
+    assert_eq!(flat(trainer.policy().vars()), with_own(true, 3, None).1);
+}
+
+#[test]
+fn a_reference_takes_the_trainers_own_routes() {
+    let kl = |own, mini_steps| with_own(own, mini_steps, Some(1)).0.actor.kl_loss.unwrap();
+    // The first mini-step is at the reference's weights; what later ones differ in is weights, not routers.
+    assert_eq!((kl(false, 1), kl(true, 1)), (0.0, 0.0));
+    assert_ne!(kl(false, 3), kl(true, 3));
+    assert_ne!(
+        with_own(true, 1, Some(2)).1,
+        with_own(false, 1, Some(2)).1,
+        "another router chooses otherwise"
+    );
+}
+
+#[test]
+fn through_replayed_gates_no_router_learns_and_everything_else_does() {
+    for mini_steps in [1, 3] {
+        let mut trainer =
+            trainer(&dapo()).with_replay(ReplayRule { own: Own::ExpertsAndGates, threshold: 0.0 });
+        let stats = step(&mut trainer, &rollouts(), Limits { mini_steps, ..FREE }).unwrap();
+        assert_eq!(stats.mismatch.abs_diff_max, 0.0);
+        let Learner { policy, optimiser, .. } = &trainer.learner;
+        for ((name, _), moments) in policy.vars().iter().zip(optimiser.moments()) {
+            let learns = moments.m.iter().any(|m| *m != 0.0);
+            assert_eq!(learns, !name.ends_with("mlp.gate.weight"), "{name}");
+        }
+    }
+}
+
+#[test]
+fn replayed_gates_of_the_weights_at_hand_give_the_loss_that_live_ones_give() {
+    let rule = ReplayRule { own: Own::ExpertsAndGates, threshold: 0.0 };
+    let live = step(&mut trainer(&dapo()), &rollouts(), FREE).unwrap().actor;
+    let replayed = step(&mut trainer(&dapo()).with_replay(rule), &rollouts(), FREE).unwrap().actor;
+    assert_eq!(
+        (live.pg_loss, live.entropy, live.ppo_kl),
+        (replayed.pg_loss, replayed.entropy, replayed.ppo_kl)
+    );
+    assert_ne!(live.grad_norm, replayed.grad_norm);
+}
+
+#[test]
+fn a_threshold_gives_way_to_the_router_as_far_as_it_says() {
+    let other: Vec<_> = rollouts().into_iter().map(rerouted).collect();
+    let run = |threshold| {
+        let mut trainer = trainer(&dapo()).with_replay(ReplayRule { own: Own::Nothing, threshold });
+        step(&mut trainer, &other, WHOLE).unwrap()
+    };
+    let [all, some, none] = [0.0, 0.7, 1.0].map(run);
+    let plain = step(&mut trainer(&dapo()), &other, WHOLE).unwrap();
+    assert_eq!(all, plain);
+    assert_eq!(all.actor.replaced_frac, None);
+    let frac = |stats: &StepStats| stats.actor.replaced_frac.unwrap();
+    assert!(0.0 < frac(&some) && frac(&some) < frac(&none), "{} {}", frac(&some), frac(&none));
+    // One expert of two was replayed that the router had not chosen.
+    assert_eq!(frac(&none), 0.5);
+    // Then the experts are the router's, in another order of addition.
+    assert!(none.mismatch.abs_diff_max < 1e-5 && all.mismatch.abs_diff_max > 1e-3);
+    assert_eq!(none.mismatch.router.unwrap().token_any_frac, 1.0, "the rollout's are still compared");
+    assert_ne!((all.load, some.load), (some.load, none.load));
+}
+
 #[test]
 fn without_routes_the_trainer_holds_no_route_memory() {
     let mut trainer = trainer(&objectives()[0]);
