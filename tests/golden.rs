@@ -20,6 +20,9 @@ use r3_model::source::{TensorSource, canonical_tensors};
 
 use crate::reference::{BATCH, LOGIT_TOLERANCE, Reference, TOKENS, dir, max_diff, route_rows};
 
+/// Every model there is a reference of.
+const MODELS: [&str; 3] = ["nano", "mixed", "grouped"];
+
 fn policy(model: &str) -> Policy {
     let checkpoint = Checkpoint::open(&dir(model)).unwrap();
     Policy::load(&checkpoint, checkpoint.config()).unwrap()
@@ -66,7 +69,7 @@ fn without_last(logprobs: &[f32]) -> Vec<f32> {
 
 #[test]
 fn trainer_logits_choices_and_logprobs_match() {
-    for model in ["nano", "mixed"] {
+    for model in MODELS {
         let reference = Reference::load(model);
         let mut policy = policy(model);
         let batch = PackedReference::new(&reference);
@@ -87,7 +90,7 @@ fn trainer_logits_choices_and_logprobs_match() {
 
 #[test]
 fn replayed_logits_match_and_the_native_choice_is_reported() {
-    for model in ["nano", "mixed"] {
+    for model in MODELS {
         let reference = Reference::load(model);
         let mut policy = policy(model);
         let batch = PackedReference::new(&reference);
@@ -107,7 +110,7 @@ fn replayed_logits_match_and_the_native_choice_is_reported() {
 
 #[test]
 fn gradients_match_free_and_replayed() {
-    for model in ["nano", "mixed"] {
+    for model in MODELS {
         let reference = Reference::load(model);
         let ids = reference.ids("replay_topk_ids");
         for prefix in ["", "replay_"] {
@@ -145,7 +148,7 @@ fn one_adamw_step_matches() {
         step: 1,
         grad_scale: 1.0,
     };
-    for model in ["nano", "mixed"] {
+    for model in MODELS {
         let reference = Reference::load(model);
         let mut policy = policy(model);
         let config = policy.config().clone();
@@ -178,7 +181,7 @@ fn one_adamw_step_matches() {
 
 #[test]
 fn engine_scores_match_free_and_replayed_in_any_chunks() {
-    for model in ["nano", "mixed"] {
+    for model in MODELS {
         let reference = Reference::load(model);
         for (block_tokens, max_batch_tokens) in [(16, 256), (4, 5)] {
             let mut engine = engine(model, block_tokens, max_batch_tokens);
@@ -205,7 +208,7 @@ fn engine_scores_match_free_and_replayed_in_any_chunks() {
 
 #[test]
 fn greedy_continuations_match_in_any_chunks_and_through_prefix_hits() {
-    for model in ["nano", "mixed"] {
+    for model in MODELS {
         let reference = Reference::load(model);
         let expected: Vec<Vec<TokenId>> =
             reference.tokens("greedy_from16").chunks(TOKENS).map(<[TokenId]>::to_vec).collect();
@@ -301,7 +304,7 @@ fn split(
 
 #[test]
 fn resident_weights_are_the_checkpoints_bit_for_bit() {
-    for model in ["nano", "mixed"] {
+    for model in MODELS {
         let checkpoint = Checkpoint::open(&dir(model)).unwrap();
         let engine = engine(model, 16, 256);
         let expected = r3_model::source::hash_tensors(checkpoint.config(), &checkpoint, Dtype::F32).unwrap();

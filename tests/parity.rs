@@ -144,7 +144,7 @@ fn a_sampled_sequence_has_a_route_row_less_than_tokens_and_a_prefilled_one_as_ma
 
 #[test]
 fn without_capture_no_route_memory_is_held_and_every_tick_and_sample_is_the_same() {
-    for (model, dtype) in MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16]) {
+    for (model, dtype) in MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16, Dtype::F32]) {
         let checkpoint = checkpoint(model);
         let on = EngineConfig { block_tokens: 4, max_batch_tokens: 7, prefix_cache: true, ..plain(dtype) };
         let off = EngineConfig { capture_routes: false, ..on };
@@ -255,7 +255,7 @@ fn the_two_sides_agree_in(dtype: Dtype) {
 
 #[test]
 fn a_sample_depends_on_seed_group_and_index_but_not_on_the_rest_of_the_batch() {
-    for (model, dtype) in MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16]) {
+    for (model, dtype) in MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16, Dtype::F32]) {
         let checkpoint = checkpoint(model);
         let config = EngineConfig { max_batch_tokens: 64, prefix_cache: true, ..plain(dtype) };
         let watched = GroupRequest { max_new_tokens: 24, ..request(70, tokens(9, 20), 1) };

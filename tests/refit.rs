@@ -67,7 +67,7 @@ fn requests() -> [GroupRequest; 2] {
 
 #[test]
 fn a_refit_with_the_same_weights_changes_no_bit_and_forgets_the_cache() {
-    for (model, dtype) in MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16]) {
+    for (model, dtype) in MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16, Dtype::F32]) {
         let checkpoint = checkpoint(model);
         let mut engine = engine(&checkpoint, cached(dtype));
         let before = sample(&mut engine, &requests());
@@ -88,7 +88,7 @@ fn a_refit_with_the_same_weights_changes_no_bit_and_forgets_the_cache() {
 
 #[test]
 fn one_changed_expert_tensor_is_audited_and_served_as_a_cold_engine_would() {
-    for (model, dtype) in MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16]) {
+    for (model, dtype) in MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16, Dtype::F32]) {
         let checkpoint = checkpoint(model);
         let mut engine = engine(&checkpoint, cached(dtype));
         let before = sample(&mut engine, &requests()).rollouts;
@@ -233,7 +233,7 @@ fn a_refit_that_fails_does_not_disturb_what_runs() {
 /// abort from which the rollouts are resumed.
 #[test]
 fn what_goes_on_under_the_same_weights_samples_what_it_would_have() {
-    for (model, dtype) in MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16]) {
+    for (model, dtype) in MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16, Dtype::F32]) {
         let checkpoint = checkpoint(model);
         let config = EngineConfig { max_batch_tokens: 64, ..cached(dtype) };
         let expected = sample(&mut engine(&checkpoint, config), &requests());
@@ -289,7 +289,7 @@ fn abort_and_resume(engine: &mut Engine, ended: &mut Vec<Rollout>) -> usize {
 
 #[test]
 fn requests_that_wait_are_answered_by_the_new_weights() {
-    for (model, dtype) in MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16]) {
+    for (model, dtype) in MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16, Dtype::F32]) {
         let checkpoint = checkpoint(model);
         let mut engine = engine(&checkpoint, cached(dtype));
         sample(&mut engine, &requests()); // The cache holds their prompts when they are submitted again.

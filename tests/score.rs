@@ -45,7 +45,7 @@ fn logprobs(line: &Value) -> Vec<f32> {
 
 #[test]
 fn both_sides_match_free_and_replayed() {
-    for model in ["nano", "mixed"] {
+    for model in ["nano", "mixed", "grouped"] {
         let reference = Reference::load(model);
         let dims = r3_model::config::ModelConfig::load(&dir(model)).unwrap().route_dims();
         let layer_ids: Vec<u32> = if model == "nano" { vec![0, 1, 2, 3] } else { vec![1, 2, 3] };

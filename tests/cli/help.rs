@@ -394,7 +394,7 @@ fn new_model() {
     Usage: r3 new-model [OPTIONS] <CONFIG> <OUT>
 
     Arguments:
-      <CONFIG>  A config.json of model type qwen3_moe, or a directory with one
+      <CONFIG>  A config.json of model type qwen3_moe or dots1, or a directory with one
       <OUT>     Directory to write
 
     Options:

@@ -164,13 +164,13 @@ fn a_model_of_another_family() {
     exit 2
     error: model/config.json: model type `mixtral` is not supported
 
-    hint: r3 runs `qwen3_moe` models
+    hint: r3 runs `qwen3_moe` and `dots1` models
     ");
     assert_snapshot!(directory.refused(&["new-model", "model", "other"]), @r"
     exit 2
     error: model/config.json: model type `mixtral` is not supported
 
-    hint: r3 runs `qwen3_moe` models
+    hint: r3 runs `qwen3_moe` and `dots1` models
     ");
 }
 

@@ -12,8 +12,9 @@ use r3_kernels::numerics::Numerics;
 use r3_model::checkpoint::Checkpoint;
 use r3_scheduler::request::Finished;
 
-/// A model with random weights (4 MoE layers of 8 experts, top-2) and one that was trained (8 of 32, top-4).
-pub(crate) const MODELS: [&str; 2] = ["tests/golden/nano", "assets/tiny-moe"];
+/// A model with random weights (4 MoE layers of 8 experts, top-2), one that was trained (8 of 32, top-4), and a dots1 with
+/// random weights (a dense layer, then 3 of 12 experts, top-3 of 2 groups of 4).
+pub(crate) const MODELS: [&str; 3] = ["tests/golden/nano", "assets/tiny-moe", "tests/golden/grouped"];
 
 /// Samples from all of the vocabulary, unchanged.
 pub(crate) const SAMPLED: Sampling = Sampling { temperature: 1.0, ..Sampling::GREEDY };

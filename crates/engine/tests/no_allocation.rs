@@ -11,18 +11,24 @@ use r3_kernels::numerics::Numerics;
 use r3_model::config::ModelConfig;
 use r3_model::init::FreshWeights;
 
-/// A model of this width: of 8 no work goes to other threads, of 128 a tick is worth a team.
-fn model(width: usize) -> ModelConfig {
-    let json = serde_json::json!({
+/// A model of this width: of 8 no work goes to other threads, of 128 a tick is worth a team. Its router scores with a softmax,
+/// or, as a dots1, with sigmoids in groups, beside shared experts.
+fn model(width: usize, is_grouped: bool) -> ModelConfig {
+    let mut json = serde_json::json!({
         "model_type": "qwen3_moe", "vocab_size": 16, "hidden_size": width, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": width / 2, "intermediate_size": width,
         "moe_intermediate_size": width, "num_experts": 4, "num_experts_per_tok": 2,
     });
+    if is_grouped {
+        let grouped = serde_json::json!({
+            "model_type": "dots1", "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+        });
+        json.as_object_mut().unwrap().extend(grouped.as_object().unwrap().clone());
+    }
     ModelConfig::parse(serde_json::from_value(json).unwrap(), Path::new("config.json")).unwrap()
 }
 
-fn engine(width: usize, capture_routes: bool, prefix_cache: bool) -> Engine {
-    let model = model(width);
+fn engine(model: &ModelConfig, capture_routes: bool, prefix_cache: bool) -> Engine {
     let mut config = EngineConfig {
         dtype: Dtype::Bf16,
         numerics: Numerics::Exact,
@@ -33,8 +39,8 @@ fn engine(width: usize, capture_routes: bool, prefix_cache: bool) -> Engine {
         prefix_cache,
         capture_routes,
     };
-    config.kv_bytes = 256 * config.block_bytes(&model);
-    Engine::new(config, &model, &FreshWeights::new(&model, 1), PolicyVersion(0)).unwrap()
+    config.kv_bytes = 256 * config.block_bytes(model);
+    Engine::new(config, model, &FreshWeights::new(model, 1), PolicyVersion(0)).unwrap()
 }
 
 /// Three groups of two, which sample 60 tokens each.
@@ -56,19 +62,20 @@ fn submit(engine: &mut Engine, seed: u64) {
 
 #[test]
 fn a_decode_tick_allocates_nothing() {
-    decode(8);
+    decode(&model(8, false));
+    decode(&model(8, true));
 }
 
 /// Counted on the thread that leads; who helps runs the same tasks.
 #[test]
 fn a_decode_tick_of_a_team_allocates_nothing() {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
-    pool.install(|| decode(128));
+    pool.install(|| [false, true].into_iter().for_each(|is_grouped| decode(&model(128, is_grouped))));
 }
 
-fn decode(width: usize) {
+fn decode(model: &ModelConfig) {
     for (capture_routes, prefix_cache) in [(false, false), (false, true), (true, false), (true, true)] {
-        let mut engine = engine(width, capture_routes, prefix_cache);
+        let mut engine = engine(model, capture_routes, prefix_cache);
         // Buffers grow with the largest batch that was seen.
         submit(&mut engine, 1);
         while engine.has_work() {

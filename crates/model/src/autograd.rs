@@ -23,7 +23,7 @@ mod values;
 
 use backward::Backward;
 use params::ParamId;
-use tape::{NodeId, Tape};
+use tape::{FixedTensor, NodeId, Tape};
 
 /// Sequences packed one after the other, each starting at position 0.
 #[derive(Debug)]
@@ -146,7 +146,7 @@ impl Policy {
         &self.weights.config
     }
 
-    /// Every trained tensor by canonical name, in canonical order. Whoever changes them goes through [`Self::change`].
+    /// Every trained tensor by canonical name, in canonical order: all but biases of routers. Whoever changes them goes through [`Self::change`].
     #[must_use]
     pub fn vars(&self) -> &[(String, Var)] {
         self.tape.params.vars()
@@ -303,7 +303,7 @@ impl Policy {
 
 impl TensorSource for Policy {
     fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
-        read_var(self.vars(), name, out)
+        read_weight((self.vars(), &self.tape.fixed), name, out)
     }
 }
 
@@ -312,23 +312,33 @@ impl TensorSource for Policy {
 #[derive(Clone, Debug)]
 pub struct SharedWeights {
     vars: Vec<(String, Var)>,
+    fixed: Vec<FixedTensor>,
 }
 
 impl Policy {
     /// A handle to the weights.
     #[must_use]
     pub fn shared_weights(&self) -> SharedWeights {
-        SharedWeights { vars: self.vars().to_vec() }
+        SharedWeights { vars: self.vars().to_vec(), fixed: self.tape.fixed.clone() }
     }
 }
 
 impl TensorSource for SharedWeights {
     fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
-        read_var(&self.vars, name, out)
+        read_weight((&self.vars, &self.fixed), name, out)
     }
 }
 
-fn read_var(vars: &[(String, Var)], name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
+fn read_weight(
+    (vars, fixed): (&[(String, Var)], &[FixedTensor]),
+    name: &str,
+    out: &mut Vec<f32>,
+) -> Result<(), ModelError> {
+    if let Some(found) = fixed.iter().find(|tensor| tensor.name == name) {
+        out.clear();
+        out.extend_from_slice(&found.values);
+        return Ok(());
+    }
     let found = vars.iter().find(|(known, _)| known == name);
     let (_, var) = found.ok_or_else(|| ModelError::NoSuchTensor { name: name.to_owned() })?;
     *out = var.flatten_all()?.to_vec1::<f32>()?;

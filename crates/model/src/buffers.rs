@@ -10,7 +10,7 @@ use r3_kernels::numerics::Numerics;
 use r3_kernels::residual;
 use r3_kernels::rms_norm::{add_rms_norm, rms_norm};
 use r3_kernels::rope::{RopeTable, norm_rope};
-use r3_kernels::router::{Choice, Routing, choose, gates};
+use r3_kernels::router::{Choice, Router, Routing, choose, gates};
 use r3_kernels::swiglu::silu_mul;
 
 use crate::config::ModelConfig;
@@ -113,6 +113,7 @@ impl Executor for Buffers {
     type Act = Rows;
     type Matrix = Projection;
     type Vector = Vec<f32>;
+    type Bias = Vec<f32>;
     type Experts = Experts;
     type Routed = RoutedRows;
     type Attend<'a> = Paged<'a>;
@@ -166,6 +167,7 @@ impl Executor for Buffers {
     fn route(
         &mut self,
         scores: Rows,
+        bias: Option<&Vec<f32>>,
         layer: usize,
         routing: &mut Routing<'_>,
     ) -> Result<RoutedRows, ModelError> {
@@ -173,7 +175,8 @@ impl Executor for Buffers {
             choice: std::mem::replace(&mut self.choice, Choice::empty()),
             gates: std::mem::take(&mut self.gates),
         };
-        choose(scores.values(), self.constants.router, layer, routing, &mut routed.choice);
+        let router = Router { config: self.constants.router, bias: bias.map(Vec::as_slice) };
+        choose(scores.values(), router, layer, routing, &mut routed.choice);
         routed.gates.resize(routed.choice.ids().len(), 0.0);
         match routing.replayed_gates(layer, &routed.choice) {
             Some(replayed) => routed.gates.copy_from_slice(replayed),
@@ -226,6 +229,10 @@ impl BuildWeights for Buffers {
 
     fn vector(&mut self, weight: Named<'_>) -> Result<Vec<f32>, ModelError> {
         Ok(weight.values.to_vec())
+    }
+
+    fn bias(&mut self, bias: Named<'_>) -> Result<Vec<f32>, ModelError> {
+        Ok(bias.values.to_vec())
     }
 
     fn expert_weights(&mut self, gate_up: Named<'_>, down: Named<'_>) -> Result<Experts, ModelError> {
@@ -289,6 +296,7 @@ impl Layer<Buffers> {
             ("post_attention_layernorm.weight", _) => Part::Vector(&self.post_norm),
             ("self_attn.q_norm.weight", _) => Part::Vector(&self.q_norm),
             ("self_attn.k_norm.weight", _) => Part::Vector(&self.k_norm),
+            ("mlp.gate.e_score_correction_bias", Mlp::Moe { bias: Some(bias), .. }) => Part::Vector(bias),
             ("mlp.experts.gate_up_proj", Mlp::Moe { experts, .. }) => Part::GateUp(experts),
             ("mlp.experts.down_proj", Mlp::Moe { experts, .. }) => Part::Down(experts),
             _ => {
@@ -310,8 +318,10 @@ impl Layer<Buffers> {
             ("self_attn.v_proj", _) => &self.v,
             ("self_attn.o_proj", _) => &self.o,
             ("mlp.gate", Mlp::Moe { router, .. }) => router,
-            ("mlp.gate_up_proj", Mlp::Dense { gate_up, .. }) => gate_up,
-            ("mlp.down_proj", Mlp::Dense { down, .. }) => down,
+            ("mlp.gate_up_proj", Mlp::Dense(dense)) => &dense.gate_up,
+            ("mlp.down_proj", Mlp::Dense(dense)) => &dense.down,
+            ("mlp.shared_experts.gate_up_proj", Mlp::Moe { shared: Some(shared), .. }) => &shared.gate_up,
+            ("mlp.shared_experts.down_proj", Mlp::Moe { shared: Some(shared), .. }) => &shared.down,
             _ => return None,
         })
     }
@@ -322,12 +332,15 @@ mod tests {
     use half::bf16;
 
     use super::*;
-    use crate::fixtures::mixed_config;
+    use crate::fixtures::{grouped_config, mixed_config};
     use crate::init::FreshWeights;
     use crate::source::canonical_tensors;
 
     fn resident(dtype: Dtype) -> (ModelConfig, FreshWeights, Weights<Buffers>) {
-        let config = mixed_config();
+        resident_of(mixed_config(), dtype)
+    }
+
+    fn resident_of(config: ModelConfig, dtype: Dtype) -> (ModelConfig, FreshWeights, Weights<Buffers>) {
         let fresh = FreshWeights::new(&config, 3);
         let weights =
             Weights::load(&mut Buffers::new(&config, dtype, Numerics::Exact), &config, &fresh).unwrap();
@@ -336,8 +349,11 @@ mod tests {
 
     #[test]
     fn resident_weights_read_back_as_they_are_kept() {
-        for dtype in [Dtype::F32, Dtype::Bf16] {
-            let (config, fresh, weights) = resident(dtype);
+        let configs = [mixed_config(), grouped_config()];
+        for (config, dtype) in
+            configs.into_iter().flat_map(|one| [(one.clone(), Dtype::F32), (one, Dtype::Bf16)])
+        {
+            let (config, fresh, weights) = resident_of(config, dtype);
             let (mut expected, mut found) = (Vec::new(), Vec::new());
             for (name, _) in canonical_tensors(&config) {
                 fresh.read(&name, &mut expected).unwrap();

@@ -242,9 +242,7 @@ pub fn pieces(name: &str, shape: &[usize], config: &ModelConfig) -> Vec<(String,
         let expert = |e| (format!("{mlp}experts.{e}.down_proj.weight"), vec![d, inter]);
         (0..config.n_experts).map(expert).collect()
     } else if let Some(mlp) = name.strip_suffix("gate_up_proj.weight") {
-        ["gate_proj", "up_proj"]
-            .map(|part| (format!("{mlp}{part}.weight"), vec![config.dense_inter, d]))
-            .into()
+        ["gate_proj", "up_proj"].map(|part| (format!("{mlp}{part}.weight"), vec![shape[0] / 2, d])).into()
     } else {
         vec![(name.to_owned(), shape.to_vec())]
     }

@@ -51,7 +51,7 @@ impl ModelError {
             Self::Read { .. } => "check that the file exists and is readable".into(),
             Self::Write { .. } => "free some space or choose another directory; nothing was replaced".into(),
             Self::Json { .. } | Self::Config { .. } => "fix config.json or export the model again".into(),
-            Self::ModelType { .. } => "r3 runs `qwen3_moe` models".into(),
+            Self::ModelType { .. } => "r3 runs `qwen3_moe` and `dots1` models".into(),
             Self::Safetensors { .. } => "the file is truncated or corrupt: copy or download it again".into(),
             Self::NoWeights { .. } => "r3 reads safetensors only; convert other formats first".into(),
             Self::Missing { .. } | Self::Surplus { .. } | Self::Shape { .. } => {

@@ -5,7 +5,7 @@ use r3_kernels::router::{RouterConfig, Routing};
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::source::TensorSource;
+use crate::source::{SELECTION_BIAS, TensorSource};
 
 /// What runs the operations of [`crate::forward::forward`].
 ///
@@ -18,6 +18,8 @@ pub trait Executor {
     type Matrix;
     /// The weight of a norm.
     type Vector;
+    /// A bias of a router's choice.
+    type Bias;
     /// All experts of one layer.
     type Experts;
     /// A layer's choice of experts with its gates: the only way into [`Self::experts`].
@@ -53,6 +55,7 @@ pub trait Executor {
     fn route(
         &mut self,
         scores: Self::Act,
+        bias: Option<&Self::Bias>,
         layer: usize,
         routing: &mut Routing<'_>,
     ) -> Result<Self::Routed, ModelError>;
@@ -105,6 +108,8 @@ pub trait BuildWeights: Executor {
     fn matrix(&mut self, weight: Named<'_>, bias: Option<Named<'_>>) -> Result<Self::Matrix, ModelError>;
     /// The weight of a norm.
     fn vector(&mut self, weight: Named<'_>) -> Result<Self::Vector, ModelError>;
+    /// A bias `[E]` of a router's choice. No gradient reaches it: it stays as it is read.
+    fn bias(&mut self, bias: Named<'_>) -> Result<Self::Bias, ModelError>;
     /// A layer's experts from `gate_up` `[E, 2I, D]` and `down` `[E, D, I]`.
     fn expert_weights(&mut self, gate_up: Named<'_>, down: Named<'_>) -> Result<Self::Experts, ModelError>;
 }
@@ -162,16 +167,23 @@ pub enum Mlp<E: Executor> {
     Moe {
         /// Router `[E, D]`.
         router: E::Matrix,
+        /// What is added to its scores for the choice, `[E]`.
+        bias: Option<E::Bias>,
         /// The experts.
         experts: E::Experts,
+        /// What every token takes beside its own.
+        shared: Option<DenseMlp<E>>,
     },
     /// One MLP for every token.
-    Dense {
-        /// Gate rows, then up rows, `[2F, D]`.
-        gate_up: E::Matrix,
-        /// `[D, F]`.
-        down: E::Matrix,
-    },
+    Dense(DenseMlp<E>),
+}
+
+/// An MLP without a router.
+pub struct DenseMlp<E: Executor> {
+    /// Gate rows, then up rows, `[2F, D]`.
+    pub gate_up: E::Matrix,
+    /// `[D, F]`.
+    pub down: E::Matrix,
 }
 
 impl<E: BuildWeights> Weights<E> {
@@ -221,13 +233,11 @@ impl<E: BuildWeights> Reader<'_, E> {
     fn mlp(&mut self, prefix: &str, is_moe: bool) -> Result<Mlp<E>, ModelError> {
         let (d, config) = (self.config.hidden_size, self.config);
         if !is_moe {
-            let (gate_up, down) = (format!("{prefix}.gate_up_proj"), format!("{prefix}.down_proj"));
-            return Ok(Mlp::Dense {
-                gate_up: self.matrix(&gate_up, [2 * config.dense_inter, d], false)?,
-                down: self.matrix(&down, [d, config.dense_inter], false)?,
-            });
+            return Ok(Mlp::Dense(self.dense(prefix, config.dense_inter)?));
         }
         let router = self.matrix(&format!("{prefix}.gate"), [config.n_experts, d], false)?;
+        let bias =
+            config.selection_bias.then(|| self.bias(&format!("{prefix}.{SELECTION_BIAS}"))).transpose()?;
         let (gate_up, down) =
             (format!("{prefix}.experts.gate_up_proj"), format!("{prefix}.experts.down_proj"));
         let (gate_up_values, down_values) = (self.read(&gate_up)?, self.read(&down)?);
@@ -236,7 +246,24 @@ impl<E: BuildWeights> Reader<'_, E> {
             Named { name: &gate_up, shape: &[e, 2 * inter, d], values: &gate_up_values },
             Named { name: &down, shape: &[e, d, inter], values: &down_values },
         )?;
-        Ok(Mlp::Moe { router, experts })
+        let shared = match config.shared_inter {
+            0 => None,
+            inter => Some(self.dense(&format!("{prefix}.shared_experts"), inter)?),
+        };
+        Ok(Mlp::Moe { router, bias, experts, shared })
+    }
+
+    fn dense(&mut self, prefix: &str, inter: usize) -> Result<DenseMlp<E>, ModelError> {
+        let d = self.config.hidden_size;
+        Ok(DenseMlp {
+            gate_up: self.matrix(&format!("{prefix}.gate_up_proj"), [2 * inter, d], false)?,
+            down: self.matrix(&format!("{prefix}.down_proj"), [d, inter], false)?,
+        })
+    }
+
+    fn bias(&mut self, name: &str) -> Result<E::Bias, ModelError> {
+        let values = self.read(name)?;
+        self.exec.bias(Named { name, shape: &[self.config.n_experts], values: &values })
     }
 
     fn read(&self, name: &str) -> Result<Vec<f32>, ModelError> {

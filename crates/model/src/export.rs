@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::checkpoint::pieces;
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::source::{TensorSource, append_bytes, canonical_tensors};
+use crate::source::{SELECTION_BIAS, TensorSource, append_bytes, canonical_tensors};
 
 /// Largest weight file; what `save_pretrained` uses.
 const SHARD_BYTES: usize = 5_000_000_000;
@@ -60,6 +60,8 @@ fn write_in_shards(
         let mut first = 0;
         for (piece_name, piece_shape) in pieces(&name, &shape, config) {
             let len: usize = piece_shape.iter().product();
+            // Rounded, it would choose other experts; `transformers` keeps it so, too.
+            let dtype = if name.ends_with(SELECTION_BIAS) { Dtype::F32 } else { dtype };
             let piece = Piece { reader: &reader, name: name.clone(), first, shape: piece_shape, dtype };
             first += len;
             if shard_bytes > 0 && shard_bytes + piece.data_len() > max_shard_bytes {
@@ -229,7 +231,7 @@ impl View for Piece<'_> {
 mod tests {
     use super::*;
     use crate::checkpoint::Checkpoint;
-    use crate::fixtures::mixed_config;
+    use crate::fixtures::{grouped_config, mixed_config};
     use crate::init::FreshWeights;
 
     #[test]
@@ -250,6 +252,34 @@ mod tests {
             }
             assert_eq!(read.config().raw["some_future_key"], json!([1, 2]));
         }
+    }
+
+    /// Weights that bf16 rounds.
+    struct Thirds;
+
+    impl TensorSource for Thirds {
+        fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
+            let tensors = canonical_tensors(&grouped_config());
+            let (_, shape) = tensors.iter().find(|(known, _)| known == name).unwrap();
+            *out = vec![1.0 / 3.0; shape.iter().product()];
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_selection_bias_is_written_unrounded_and_shared_experts_by_projection() {
+        let (config, dir) = (grouped_config(), tempfile::tempdir().unwrap());
+        write_weights(dir.path(), &config, &Thirds, Dtype::Bf16).unwrap();
+        let read = Checkpoint::open(dir.path()).unwrap();
+        let mut found = Vec::new();
+        for (name, _) in canonical_tensors(&config) {
+            read.read(&name, &mut found).unwrap();
+            assert_eq!(found[0] == 1.0 / 3.0, name.ends_with(SELECTION_BIAS), "{name}");
+        }
+        let bytes = fs::read(dir.path().join("model.safetensors")).unwrap();
+        let stored = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let up = stored.tensor("model.layers.1.mlp.shared_experts.up_proj.weight").unwrap();
+        assert_eq!(up.shape(), [12, 8]);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use r3_core::ids::TokenId;
 use r3_kernels::router::Routing;
 
 use crate::error::ModelError;
-use crate::executor::{Executor, Layer, Mlp, Weights};
+use crate::executor::{DenseMlp, Executor, Layer, Mlp, Weights};
 
 /// Runs the decoder over packed `tokens` `[T]` and returns the final-norm hidden states `[T, D]`.
 ///
@@ -50,21 +50,29 @@ pub(crate) fn decoder_layer<E: Executor>(
     let mixed = attention(exec, (index, layer), h, attend)?;
     let [x, h] = exec.add_rms_norm(x, mixed, &layer.post_norm)?;
     let y = match &layer.mlp {
-        Mlp::Moe { router, experts } => {
+        Mlp::Moe { router, bias, experts, shared } => {
+            // First, so that running back the experts are the first to give `h` a gradient.
+            let beside = shared.as_ref().map(|shared| dense_mlp(exec, &h, shared)).transpose()?;
             let scores = exec.linear(&h, router)?;
-            let routed = exec.route(scores, moe_layer, routing)?;
-            exec.experts(&h, routed, experts)?
+            let routed = exec.route(scores, bias.as_ref(), moe_layer, routing)?;
+            let y = exec.experts(&h, routed, experts)?;
+            match beside {
+                Some(beside) => exec.add(y, beside)?,
+                None => y,
+            }
         }
-        Mlp::Dense { gate_up, down } => {
-            let gate_up = exec.linear(&h, gate_up)?;
-            let inner = exec.silu_mul(gate_up)?;
-            let y = exec.linear(&inner, down)?;
-            exec.release(inner);
-            y
-        }
+        Mlp::Dense(mlp) => dense_mlp(exec, &h, mlp)?,
     };
     exec.release(h);
     Ok([x, y])
+}
+
+fn dense_mlp<E: Executor>(exec: &mut E, h: &E::Act, mlp: &DenseMlp<E>) -> Result<E::Act, ModelError> {
+    let gate_up = exec.linear(h, &mlp.gate_up)?;
+    let inner = exec.silu_mul(gate_up)?;
+    let y = exec.linear(&inner, &mlp.down)?;
+    exec.release(inner);
+    Ok(y)
 }
 
 /// Logits `[T, V]` of hidden states `[T, D]`.

@@ -7,7 +7,7 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::source::{TensorSource, canonical_tensors};
+use crate::source::{SELECTION_BIAS, TensorSource, canonical_tensors};
 
 /// Randomly initialised weights: norms are 1, biases 0, matrices normal with `initializer_range`.
 ///
@@ -38,7 +38,7 @@ impl TensorSource for FreshWeights {
         out.clear();
         if name.ends_with("norm.weight") {
             out.resize(len, 1.0);
-        } else if name.ends_with(".bias") {
+        } else if name.ends_with(".bias") || name.ends_with(SELECTION_BIAS) {
             out.resize(len, 0.0);
         } else {
             let mut rng = ChaCha8Rng::seed_from_u64(self.seed);

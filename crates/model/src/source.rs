@@ -18,8 +18,8 @@ pub trait TensorSource {
 /// Every tensor of a model with its shape, in a fixed order.
 ///
 /// Names are Hugging Face's, except that a layer's experts are fused as `transformers` 5 holds them
-/// (`mlp.experts.gate_up_proj` `[E, 2I, D]`, gate rows first, and `mlp.experts.down_proj` `[E, D, I]`) and a dense
-/// layer's gate and up projections likewise (`mlp.gate_up_proj.weight` `[2F, D]`).
+/// (`mlp.experts.gate_up_proj` `[E, 2I, D]`, gate rows first, and `mlp.experts.down_proj` `[E, D, I]`) and the gate and
+/// up projections of dense layers and shared experts likewise (`mlp.gate_up_proj.weight` `[2F, D]`).
 #[must_use]
 pub fn canonical_tensors(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
     let (d, hd) = (config.hidden_size, config.head_dim);
@@ -44,8 +44,15 @@ pub fn canonical_tensors(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
         if is_moe {
             let (e, inter) = (config.n_experts, config.moe_inter);
             add("mlp.gate.weight", &[e, d]);
+            if config.selection_bias {
+                add(&format!("mlp.{SELECTION_BIAS}"), &[e]);
+            }
             add("mlp.experts.gate_up_proj", &[e, 2 * inter, d]);
             add("mlp.experts.down_proj", &[e, d, inter]);
+            if config.shared_inter > 0 {
+                add("mlp.shared_experts.gate_up_proj.weight", &[2 * config.shared_inter, d]);
+                add("mlp.shared_experts.down_proj.weight", &[d, config.shared_inter]);
+            }
         } else {
             add("mlp.gate_up_proj.weight", &[2 * config.dense_inter, d]);
             add("mlp.down_proj.weight", &[d, config.dense_inter]);
@@ -58,11 +65,15 @@ pub fn canonical_tensors(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
     tensors
 }
 
+/// A router's bias, behind the name of its MLP.
+pub const SELECTION_BIAS: &str = "gate.e_score_correction_bias";
+
 /// Whether the engine keeps a tensor in f32 whatever its dtype: norms, biases and the router, where rounding
 /// would flip choices for nothing.
 #[must_use]
 pub fn stays_f32(name: &str) -> bool {
-    name.ends_with("norm.weight") || name.ends_with(".bias") || name.ends_with("mlp.gate.weight")
+    let kept = ["norm.weight", ".bias", "mlp.gate.weight", SELECTION_BIAS];
+    kept.iter().any(|suffix| name.ends_with(suffix))
 }
 
 /// One tensor's line in a refit audit.
@@ -139,7 +150,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
-    use crate::fixtures::{config_with, mixed_config};
+    use crate::fixtures::{config_with, grouped_config, mixed_config};
 
     /// Tensors in memory.
     struct Held(BTreeMap<String, Vec<f32>>);
@@ -193,6 +204,24 @@ mod tests {
         assert_eq!(config.n_parameters(), n_parameters);
         let tied = config_with(serde_json::json!({ "tie_word_embeddings": true }));
         assert!(!canonical_tensors(&tied).iter().any(|(name, _)| name == "lm_head.weight"));
+    }
+
+    #[test]
+    fn a_dots1_lists_the_bias_of_its_router_and_its_shared_experts() {
+        let tensors = canonical_tensors(&grouped_config());
+        let mlp =
+            tensors.iter().filter_map(|(name, shape)| Some((name.split_once("layers.1.mlp.")?.1, shape)));
+        let expected = [
+            ("gate.weight", vec![6, 8]),
+            ("gate.e_score_correction_bias", vec![6]),
+            ("experts.gate_up_proj", vec![6, 12, 8]),
+            ("experts.down_proj", vec![6, 8, 6]),
+            ("shared_experts.gate_up_proj.weight", vec![24, 8]),
+            ("shared_experts.down_proj.weight", vec![8, 12]),
+        ];
+        assert!(mlp.eq(expected.iter().map(|(name, shape)| (*name, shape))));
+        assert!(stays_f32("model.layers.1.mlp.gate.e_score_correction_bias"));
+        assert!(!stays_f32("model.layers.1.mlp.shared_experts.down_proj.weight"));
     }
 
     #[test]

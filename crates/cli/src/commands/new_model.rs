@@ -15,7 +15,7 @@ use crate::output;
 /// tokenizer. The same seed gives the same weights. A directory that holds a model already is refused.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// A config.json of model type qwen3_moe, or a directory with one
+    /// A config.json of model type qwen3_moe or dots1, or a directory with one
     config: PathBuf,
     /// Directory to write
     out: PathBuf,

@@ -14,7 +14,7 @@ use r3_kernels::gemm::{Dtype, matmul};
 use r3_kernels::residual;
 use r3_kernels::rms_norm::rms_norm;
 use r3_kernels::rope::{RopeTable, rope};
-use r3_kernels::router::{Choice, Routing, choose, gates};
+use r3_kernels::router::{Choice, Router, Routing, choose, gates};
 use r3_kernels::swiglu::silu_mul;
 
 use super::params::{ExpertsId, ParamId, Params};
@@ -29,6 +29,13 @@ use crate::rows::{Pool, Rows};
 pub struct Projection {
     pub(super) weight: ParamId,
     pub(super) bias: Option<ParamId>,
+}
+
+/// A tensor that is as it was read.
+#[derive(Clone, Debug)]
+pub(super) struct FixedTensor {
+    pub(super) name: String,
+    pub(super) values: Arc<[f32]>,
 }
 
 /// A node of the tape, counted from the bottom.
@@ -102,6 +109,8 @@ pub struct Tape {
     pub(super) rope: RopeTable,
     pub(super) constants: Constants,
     pub(super) params: Params,
+    /// What no gradient reaches.
+    pub(super) fixed: Vec<FixedTensor>,
     pub(super) attention: PackedAttention,
     pub(super) pool: Pool,
     /// Traces that are free.
@@ -130,6 +139,7 @@ impl Tape {
             rope: RopeTable::new(config.rope_theta, config.head_dim, config.max_positions),
             constants: Constants { eps: config.rms_norm_eps, router: config.router() },
             params: Params::new(dtype),
+            fixed: Vec::new(),
             attention: PackedAttention::new(config.heads(), dtype),
             pool: Pool::default(),
             traces: Vec::new(),
@@ -205,6 +215,7 @@ impl Executor for Tape {
     type Act = NodeId;
     type Matrix = Projection;
     type Vector = ParamId;
+    type Bias = Arc<[f32]>;
     type Experts = ExpertsId;
     type Routed = RouteId;
     type Attend<'a> = PackedSequences;
@@ -268,12 +279,14 @@ impl Executor for Tape {
     fn route(
         &mut self,
         scores: NodeId,
+        bias: Option<&Arc<[f32]>>,
         layer: usize,
         routing: &mut Routing<'_>,
     ) -> Result<RouteId, ModelError> {
         let (mut choice, router) = (Choice::empty(), self.constants.router);
         let mut out = self.like(scores, router.top_k);
-        choose(self.values(scores), router, layer, routing, &mut choice);
+        let biased = Router { config: router, bias: bias.map(|bias| &bias[..]) };
+        choose(self.values(scores), biased, layer, routing, &mut choice);
         let replayed = routing.replayed_gates(layer, &choice);
         match replayed {
             Some(replayed) => out.values_mut().copy_from_slice(replayed),
@@ -340,6 +353,12 @@ impl BuildWeights for Tape {
 
     fn vector(&mut self, weight: Named<'_>) -> Result<ParamId, ModelError> {
         self.params.add(weight)
+    }
+
+    fn bias(&mut self, bias: Named<'_>) -> Result<Arc<[f32]>, ModelError> {
+        let values: Arc<[f32]> = bias.values.into();
+        self.fixed.push(FixedTensor { name: bias.name.to_owned(), values: values.clone() });
+        Ok(values)
     }
 
     fn expert_weights(&mut self, gate_up: Named<'_>, down: Named<'_>) -> Result<ExpertsId, ModelError> {

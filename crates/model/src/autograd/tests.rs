@@ -3,9 +3,9 @@
 use r3_kernels::route_record::RouteRecord;
 
 use super::*;
-use crate::fixtures::{config_with, mixed_config};
+use crate::fixtures::{config_with, grouped_config, mixed_config};
 use crate::init::FreshWeights;
-use crate::source::canonical_tensors;
+use crate::source::{SELECTION_BIAS, canonical_tensors};
 
 fn policy(config: &ModelConfig) -> Policy {
     Policy::load(&FreshWeights::new(config, 3), config).unwrap()
@@ -94,22 +94,64 @@ fn pass(policy: &mut Policy, routing: &mut Routing<'_>) -> (Vec<f32>, Vec<Vec<f3
     (output.logprobs.to_vec1().unwrap(), gradients)
 }
 
+/// One that scores with a softmax, and one of sigmoids, groups, a bias and shared experts.
+fn each(body: impl Fn(ModelConfig, Dtype)) {
+    for config in [mixed_config(), grouped_config()] {
+        [Dtype::F32, Dtype::Bf16].into_iter().for_each(|dtype| body(config.clone(), dtype));
+    }
+}
+
 #[test]
 fn every_weight_gets_a_gradient() {
-    let config = mixed_config();
-    for dtype in [Dtype::F32, Dtype::Bf16] {
+    each(|config, dtype| {
         let mut policy = in_precision(&config, dtype, false);
         let (_, gradients) = pass(&mut policy, &mut Routing::Free);
         for ((name, _), gradient) in policy.vars().iter().zip(gradients) {
             assert!(gradient.iter().any(|&value| value != 0.0), "{dtype}: {name}");
         }
+    });
+}
+
+/// Weights of which the bias of a router is set, too.
+struct Biased(FreshWeights, f32);
+
+impl TensorSource for Biased {
+    fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
+        self.0.read(name, out)?;
+        if name.ends_with(SELECTION_BIAS) {
+            out.iter_mut().zip([0.0, 1.0, 0.5, -1.0, 0.25, 0.75]).for_each(|(b, value)| *b = self.1 * value);
+        }
+        Ok(())
     }
 }
 
 #[test]
+fn a_selection_bias_is_read_back_and_not_trained_and_moves_the_choice_alone() {
+    let config = grouped_config();
+    let mut of = [0.0, 8.0].map(|bias| {
+        let mut policy = Policy::load(&Biased(FreshWeights::new(&config, 3), bias), &config).unwrap();
+        let (logprobs, ran, _) = logprob_pass(&mut policy, &mut Routing::Free);
+        (policy, logprobs, ran)
+    });
+    let name = format!("model.layers.1.mlp.{SELECTION_BIAS}");
+    let [(_, without, _), (biased, with, ran)] = &mut of;
+    assert!(!biased.vars().iter().any(|(known, _)| *known == name));
+    for source in [&*biased as &dyn TensorSource, &biased.shared_weights()] {
+        let mut values = Vec::new();
+        source.read(&name, &mut values).unwrap();
+        assert_eq!(values, [0.0, 8.0, 4.0, -8.0, 2.0, 6.0]);
+    }
+    assert_ne!(without, with);
+    // Groups (0, 1) and (4, 5) have the largest sums.
+    assert!(ran[0].ids.chunks(3).all(|ids| ids == [1, 5, 4]), "{ran:?}");
+    let (mut without, ids) = (policy(&config), ran[0].ids.clone());
+    let replayed = logprob_pass(&mut without, &mut Routing::Replay { ids: &ids, native: None });
+    assert_eq!((&replayed.0, &replayed.1), (&*with, &*ran), "the same experts have the same gates");
+}
+
+#[test]
 fn layers_that_run_again_have_the_same_gradients_to_the_bit() {
-    let config = mixed_config();
-    for dtype in [Dtype::F32, Dtype::Bf16] {
+    each(|config, dtype| {
         let expected = pass(&mut in_precision(&config, dtype, false), &mut Routing::Free);
         assert!(
             pass(&mut in_precision(&config, dtype, true), &mut Routing::Free) == expected,
@@ -124,7 +166,7 @@ fn layers_that_run_again_have_the_same_gradients_to_the_bit() {
         let replay = || Routing::Replay { ids: &ids, native: None };
         let expected = pass(&mut in_precision(&config, dtype, false), &mut replay());
         assert!(pass(&mut again, &mut replay()) == expected, "{dtype}, replayed");
-    }
+    });
 }
 
 /// Logprobs, what was run, and the gradients of the logprobs' sum.

@@ -33,7 +33,7 @@ impl ModelCost {
         let n_moe = config.route_dims().n_layers;
         let attention = 2 * d * (config.n_heads + config.n_kv_heads) * config.head_dim;
         let expert = 3 * d * config.moe_inter;
-        let dense = 3 * d * config.dense_inter * (config.n_layers - n_moe);
+        let dense = 3 * d * (config.dense_inter * (config.n_layers - n_moe) + config.shared_inter * n_moe);
         let router = n_moe * config.n_experts * d;
         let head = config.vocab_size * d;
         let shared = config.n_layers * attention + dense;
