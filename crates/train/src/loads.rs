@@ -2,6 +2,7 @@
 
 use candle_core::{Result, Tensor};
 use r3_core::routes::RouteDims;
+use r3_kernels::router::Scoring;
 
 /// Tokens per expert and MoE layer, `[L, E]`; real tokens only, since there is no padding.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -69,21 +70,25 @@ impl Loads {
 /// Load-balancing loss, a scalar: `E * sum_e f_e P_e`, averaged over MoE layers; 1 when perfectly even.
 ///
 /// `f_e` is the share of expert `e` in the choices of the *whole* optimiser step (`loads`, a constant), `P_e`
-/// the mean router probability over its `n_tokens` tokens. `scores` are this micro-batch's router logits, per
-/// layer `[T, E]`, so micro-batches add up.
+/// the mean router probability over its `n_tokens` tokens: by a softmax, or of sigmoids each one's share of their sum.
+/// `scores` are this micro-batch's router logits, per layer `[T, E]`, so micro-batches add up.
 ///
-/// Source: Switch Transformer, arXiv 2101.03961, equations 4 to 6, with `f` over the `K` choices of a token.
+/// Source: Switch Transformer, arXiv 2101.03961, equations 4 to 6, with `f` over the `K` choices of a token; shares of
+/// sigmoids as in DeepSeek-V3, arXiv 2412.19437, equations 18 to 20, but over all tokens, not by sequence.
 ///
 /// # Errors
 /// If `scores` are not one `[T, E]` tensor for each layer of `loads`.
-pub fn load_balance(scores: &[Tensor], loads: &Loads, n_tokens: f64) -> Result<Tensor> {
+pub fn load_balance(scores: &[Tensor], scoring: Scoring, loads: &Loads, n_tokens: f64) -> Result<Tensor> {
     let scale = loads.n_experts as f64 / scores.len() as f64 / n_tokens;
     let mut per_layer = Vec::with_capacity(scores.len());
     for (layer, scores) in scores.iter().enumerate() {
-        // The row maximum is a constant: softmax does not change with it.
-        let largest = scores.detach().max_keepdim(1)?;
-        let exp = scores.broadcast_sub(&largest)?.exp()?;
-        let probabilities = exp.broadcast_div(&exp.sum_keepdim(1)?)?;
+        let weights = match scoring {
+            // The row maximum is a constant: softmax does not change with it.
+            Scoring::Softmax => scores.broadcast_sub(&scores.detach().max_keepdim(1)?)?.exp()?,
+            // A sigmoid whose gradient does not overflow; and a sum above 0, should all of a row vanish.
+            Scoring::Sigmoid { .. } => ((((scores * 0.5)?.tanh()? * 0.5)? + 0.5)? + 1e-20)?,
+        };
+        let probabilities = weights.broadcast_div(&weights.sum_keepdim(1)?)?;
         let shares: Vec<f32> = loads.shares(layer).into_iter().map(|share| (share * scale) as f32).collect();
         let shares = Tensor::new(shares, scores.device())?;
         per_layer.push((probabilities.sum(0)? * shares)?.sum_all()?);
@@ -111,9 +116,15 @@ mod tests {
         Var::from_vec(flat, (values.len(), 2), &Device::Cpu).unwrap()
     }
 
+    const SIGMOID: Scoring = Scoring::Sigmoid { n_groups: 1, top_groups: 1 };
+
     fn loss(scores: [&Var; 2], loads: &Loads, n_tokens: f64) -> f32 {
+        loss_of(Scoring::Softmax, scores, loads, n_tokens)
+    }
+
+    fn loss_of(scoring: Scoring, scores: [&Var; 2], loads: &Loads, n_tokens: f64) -> f32 {
         let scores = scores.map(|var| var.as_tensor().clone());
-        load_balance(&scores, loads, n_tokens).unwrap().to_scalar().unwrap()
+        load_balance(&scores, scoring, loads, n_tokens).unwrap().to_scalar().unwrap()
     }
 
     #[test]
@@ -131,6 +142,11 @@ mod tests {
         let skewed = scores(&[[3.0_f32.ln(), 0.0], [3.0_f32.ln(), 0.0]]);
         let actual = loss([&skewed, &even], &loads([&[0, 0], &[0, 1]]), 2.0);
         assert!((actual - 1.25).abs() < 1e-6);
+        // Sigmoids 3/4 and 1/2, so P = (3/5, 2/5): 2 * 3/5 = 6/5, and 1.
+        let actual = loss_of(SIGMOID, [&skewed, &even], &loads([&[0, 0], &[0, 1]]), 2.0);
+        assert!((actual - 1.1).abs() < 1e-6);
+        let vanished = scores(&[[-300.0, -300.0], [0.0, 0.0]]);
+        assert!(loss_of(SIGMOID, [&vanished, &even], &loads([&[0, 0], &[0, 1]]), 2.0).is_finite());
     }
 
     #[test]
@@ -140,14 +156,14 @@ mod tests {
         let base = [[0.5, -0.3], [0.1, 0.9], [-1.0, 0.4]];
         let var = scores(&base);
         let tensors = [var.as_tensor().clone(), other.as_tensor().clone()];
-        let gradients = load_balance(&tensors, &loads, 3.0).unwrap().backward().unwrap();
-        let gradient = gradients.get(&var).unwrap().to_vec2::<f32>().unwrap();
-        for t in 0..3 {
-            for e in 0..2 {
+        for scoring in [Scoring::Softmax, SIGMOID] {
+            let gradients = load_balance(&tensors, scoring, &loads, 3.0).unwrap().backward().unwrap();
+            let gradient = gradients.get(&var).unwrap().to_vec2::<f32>().unwrap();
+            for (t, e) in (0..3).flat_map(|t| [(t, 0), (t, 1)]) {
                 let shifted = |by: f32| {
                     let mut values = base;
                     values[t][e] += by;
-                    loss([&scores(&values), &other], &loads, 3.0)
+                    loss_of(scoring, [&scores(&values), &other], &loads, 3.0)
                 };
                 let difference = (shifted(1e-2) - shifted(-1e-2)) / 2e-2;
                 assert!((gradient[t][e] - difference).abs() < 1e-4, "{} is not {difference}", gradient[t][e]);

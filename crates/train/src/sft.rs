@@ -132,7 +132,9 @@ impl SftTrainer {
         if self.load_balance == 0.0 {
             return Ok((self.learner.add_gradient(&nll, &output)?, 0.0));
         }
-        let balance = load_balance(&output.router_scores, known.unwrap_or(&own), totals.n_inputs as f64)?;
+        let scoring = self.learner.policy.config().scoring;
+        let loads = known.unwrap_or(&own);
+        let balance = load_balance(&output.router_scores, scoring, loads, totals.n_inputs as f64)?;
         self.learner.add_gradient(&(&nll + (&balance * self.load_balance)?)?, &output)?;
         Ok((nll.to_scalar::<f32>()?.into(), balance.to_scalar::<f32>()?.into()))
     }
