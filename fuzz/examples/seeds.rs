@@ -170,6 +170,17 @@ fn configs() -> Result<()> {
             json!({ "mlp_only_layers": [0, 2], "decoder_sparse_step": 1, "intermediate_size": 64 }),
         ),
         ("seed-every-other", json!({ "decoder_sparse_step": 2, "attention_bias": true })),
+        (
+            "seed-dots1",
+            json!({
+                "model_type": "dots1", "n_routed_experts": 32, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
+                "first_k_dense_replace": 1, "routed_scaling_factor": 2.5
+            }),
+        ),
+        (
+            "seed-odd-groups",
+            json!({ "model_type": "dots1", "n_routed_experts": 32, "n_shared_experts": 1, "n_group": 5 }),
+        ),
         ("seed-no-moe", json!({ "decoder_sparse_step": 99 })),
         ("seed-odd-head", json!({ "head_dim": 3 })),
         (
