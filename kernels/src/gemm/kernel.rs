@@ -208,22 +208,23 @@ fn strip<D: Dot, const BLOCKED: bool, const PANELS: usize>(
 ) -> usize {
     // Of 4 rows where 16 vector registers hold 8 lanes each.
     let most = if D::WIDE { TILE_ROWS } else { TILE_ROWS / 2 };
-    let mut next = block.next(job, panel..panel + PANELS);
+    let next = block.next(job, panel..panel + PANELS);
+    let n_tiles = block.rows.len().div_ceil(most);
     let Range { start: mut row, end } = block.rows;
-    while row < end {
-        let (at, next) = ((row, panel), next.take());
+    for tile in 0..n_tiles {
+        let ahead = next.map(|next| Ahead::share(next, block.depth.len(), (tile, n_tiles)));
+        let at = (row, panel);
         // Rows of two blocks do not lie side by side.
-        let n_rows =
-            if BLOCKED { most.min(end - row) } else { (end - row).div_ceil((end - row).div_ceil(most)) };
+        let n_rows = if BLOCKED { most.min(end - row) } else { (end - row).div_ceil(n_tiles - tile) };
         match n_rows {
-            1 => register_tile::<D, BLOCKED, 1, PANELS>(job, block, at, next),
-            2 => register_tile::<D, BLOCKED, 2, PANELS>(job, block, at, next),
-            3 => register_tile::<D, BLOCKED, 3, PANELS>(job, block, at, next),
-            4 => register_tile::<D, BLOCKED, 4, PANELS>(job, block, at, next),
-            5 if D::WIDE => register_tile::<D, BLOCKED, 5, PANELS>(job, block, at, next),
-            6 if D::WIDE => register_tile::<D, BLOCKED, 6, PANELS>(job, block, at, next),
-            7 if D::WIDE => register_tile::<D, BLOCKED, 7, PANELS>(job, block, at, next),
-            _ if D::WIDE => register_tile::<D, BLOCKED, TILE_ROWS, PANELS>(job, block, at, next),
+            1 => register_tile::<D, BLOCKED, 1, PANELS>(job, block, at, ahead),
+            2 => register_tile::<D, BLOCKED, 2, PANELS>(job, block, at, ahead),
+            3 => register_tile::<D, BLOCKED, 3, PANELS>(job, block, at, ahead),
+            4 => register_tile::<D, BLOCKED, 4, PANELS>(job, block, at, ahead),
+            5 if D::WIDE => register_tile::<D, BLOCKED, 5, PANELS>(job, block, at, ahead),
+            6 if D::WIDE => register_tile::<D, BLOCKED, 6, PANELS>(job, block, at, ahead),
+            7 if D::WIDE => register_tile::<D, BLOCKED, 7, PANELS>(job, block, at, ahead),
+            _ if D::WIDE => register_tile::<D, BLOCKED, TILE_ROWS, PANELS>(job, block, at, ahead),
             _ => unreachable!("narrow tiles have 4 rows at most"),
         }
         row += n_rows;
@@ -231,14 +232,31 @@ fn strip<D: Dot, const BLOCKED: bool, const PANELS: usize>(
     PANELS
 }
 
-/// `ROWS` by `PANELS` sums in registers, each one chain over the block's depth. `next` are lines to fetch meanwhile, as
-/// many as this tile reads.
+/// Lines to be fetched while others are multiplied: from each panel of the next strip one a word of depth.
+#[derive(Clone, Copy)]
+struct Ahead<L> {
+    first: *const L,
+    /// Bytes between two of them.
+    step: usize,
+}
+
+impl<L> Ahead<L> {
+    /// The share of tile `tile` of `n_tiles` in the strip at `next`: were all of it fetched during the first tile, memory
+    /// would rest during the others, and the first would wait for it. Where tiles are many, lines are asked for more
+    /// than once, which costs nothing.
+    #[inline(always)]
+    fn share(next: *const L, len: usize, (tile, n_tiles): (usize, usize)) -> Self {
+        Self { first: next.wrapping_add(tile * len / n_tiles), step: size_of::<L>().div_ceil(n_tiles) }
+    }
+}
+
+/// `ROWS` by `PANELS` sums in registers, each one chain over the block's depth.
 #[inline(always)]
 fn register_tile<D: Dot, const BLOCKED: bool, const ROWS: usize, const PANELS: usize>(
     job: &Job<'_, D::Word>,
     block: &Block,
     (row, panel): (usize, usize),
-    next: Option<*const Line<D::Word>>,
+    ahead: Option<Ahead<Line<D::Word>>>,
 ) {
     let (depth, len) = (job.depth, block.depth.len());
     let (row_step, k_step) = if BLOCKED { (1, TILE_ROWS) } else { (depth, 1) };
@@ -259,9 +277,9 @@ fn register_tile<D: Dot, const BLOCKED: bool, const ROWS: usize, const PANELS: u
         }
     }
     for k in 0..len {
-        if let Some(next) = next {
+        if let Some(Ahead { first, step }) = ahead {
             for p in 0..PANELS {
-                prefetch(next.wrapping_add(p * depth + k));
+                prefetch(first.wrapping_add(p * depth).wrapping_byte_add(k * step));
             }
         }
         // A loop, not `array::from_fn`: a closure over vectors is not always inlined; see `Isa`.
