@@ -48,7 +48,7 @@ pub fn greedy_accuracy(
     engine: &mut Engine,
     tokenizer: &Tokenizer,
     held: &Held<'_>,
-    progress: &dyn Fn(u64, u64),
+    progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<f64, RunError> {
     assert_eq!(engine.n_open_requests(), 0, "an evaluation has the engine to itself");
     for (index, problem) in held.problems.iter().enumerate() {
@@ -65,8 +65,7 @@ pub fn greedy_accuracy(
     }
     let mut sum = 0.0;
     while engine.has_work() {
-        let tick = engine.tick()?;
-        progress(tick.sampled_tokens as u64, 0);
+        engine.tick_until_finished(|_, tick| progress(tick.sampled_tokens as u64, 0))?;
         while let Some(finished) = engine.take_finished() {
             let problem = &held.problems[finished.group.index()];
             let judged = judge(&finished, problem, held.reward, tokenizer)?;

@@ -75,9 +75,11 @@ impl<'a> Rollouts<'a> {
             if !self.engine.has_work() {
                 break;
             }
-            let tick = self.engine.tick()?;
-            self.summary.sampled_tokens += tick.sampled_tokens as u64;
-            bar.tokens(tick.sampled_tokens as u64);
+            let Self { engine, summary, .. } = &mut self;
+            engine.tick_until_finished(|_, tick| {
+                summary.sampled_tokens += tick.sampled_tokens as u64;
+                bar.tokens(tick.sampled_tokens as u64);
+            })?;
             while let Some(finished) = self.engine.take_finished() {
                 bar.inc(u64::from(self.end_turn(finished)?));
             }
