@@ -21,6 +21,7 @@ pub mod experts;
 pub mod gemm;
 pub mod lm_head;
 pub mod logprob;
+pub mod muon;
 pub mod numerics;
 pub mod parallel;
 pub mod residual;

@@ -65,6 +65,7 @@ impl StepReport<'_> {
     pub fn count(&self, exporter: &Exporter) {
         exporter.add(metrics::GROUPS_FILTERED, self.filtered as u64);
         exporter.add(metrics::STEPS_WITHOUT_UPDATE, u64::from(self.stats.mini_steps == 0));
+        exporter.add(metrics::UPDATES_SKIPPED, self.stats.skipped_steps as u64);
         exporter.add(metrics::PREEMPTIONS, self.sampled.preemptions);
         exporter.add(metrics::ROLLOUTS_RESUMED, self.in_flight.1 as u64);
         if self.routes == RoutesUse::Replay {
@@ -110,6 +111,7 @@ impl StepReport<'_> {
         record.set(metrics::PG_CLIPFRAC_LOWER, actor.clip_frac_dual);
         let optional = [
             (metrics::KL_LOSS, actor.kl_loss),
+            (metrics::REWARD_KL, actor.reward_kl),
             (metrics::CORRECTION_MEAN, actor.correction_mean),
             (metrics::CORRECTION_DROPPED, actor.correction_dropped_frac),
             (metrics::ROUTE_REPLACED, actor.replaced_frac),
@@ -206,6 +208,7 @@ mod tests {
         StepStats {
             version: PolicyVersion(4),
             mini_steps: 0,
+            skipped_steps: 0,
             batch: BatchStats::default(),
             mismatch: MismatchStats::default(),
             actor: ActorStats::default(),

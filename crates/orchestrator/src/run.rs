@@ -22,7 +22,7 @@ use r3_telemetry::summary::RunSummary;
 use r3_telemetry::telemetry::{Telemetry, TelemetryConfig};
 use r3_train::batch::Batch;
 use r3_train::checkpoint::{Checkpoints, Position, TrainerState, verify};
-use r3_train::optimiser::AdamWConfig;
+use r3_train::optimiser::OptimiserConfig;
 use r3_train::trainer::{Stage, StepStats, Trainer};
 
 use crate::error::{RunError, io_at};
@@ -431,7 +431,7 @@ fn load_trainer(
 ) -> Result<Trainer, RunError> {
     let (config, policy) = setup::load_policy(model_dir, &Progress::stderr())?;
     let total_steps = recipe.run.steps * recipe.train.mini_steps as u64;
-    let optimiser = AdamWConfig::of_train(&recipe.train, total_steps);
+    let optimiser = OptimiserConfig::of_train(&recipe.train, total_steps);
     let temperature = setup::narrow(recipe.rollout.temperature);
     let precision = setup::precision(&recipe.train);
     let reference = setup::load_reference(recipe, &config)?.map(|policy| policy.with_precision(precision));

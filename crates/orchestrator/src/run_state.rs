@@ -13,8 +13,9 @@ use crate::error::{RunError, io_at};
 
 const FILE: &str = "run_state.json";
 
-/// Keys that no resumed run may change: they decide what a prompt's number and a sample's key stand for.
-const FIXED: [&str; 3] = ["task", "run.seed", "model.tokenizer"];
+/// Keys that no resumed run may change: they decide what a prompt's number, a sample's key and the optimiser's state stand
+/// for.
+const FIXED: [&str; 4] = ["task", "run.seed", "model.tokenizer", "train.muon"];
 
 /// Keys that must stay while rollouts wait that were sampled under them.
 const FIXED_BY_PENDING: [&str; 2] = ["rollout", "router_replay"];
@@ -148,7 +149,9 @@ mod tests {
 
     #[test]
     fn what_gives_the_checkpoint_its_meaning_is_refused_by_its_dotted_key() {
-        for (pointer, then) in [("/run/seed", json!(9)), ("/task/arithmetic/digits", json!(3))] {
+        for (pointer, then) in
+            [("/run/seed", json!(9)), ("/task/arithmetic/digits", json!(3)), ("/train/muon", json!({}))]
+        {
             assert_eq!(refused(&[(pointer, then.clone())], &[]), change(pointer, &then));
         }
         assert_eq!(refused(&[("/train/lr", json!(1.0)), ("/run/seed", json!(9))], &[]).key, "run.seed");

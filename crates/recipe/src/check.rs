@@ -3,10 +3,9 @@
 use std::fmt;
 use std::path::Path;
 
+use crate::check_learning::{check_numerics, check_over_sampling, check_sft, check_train};
 use crate::check_objective::{check_algorithm, check_objective};
 use crate::check_replay::{ReplayConflict, check_replay};
-use crate::learning::{Sft, Train};
-use crate::numerics::Numerics;
 use crate::recipe::{Recipe, SftRecipe};
 use crate::rollout::{Dtype, Engine, Rollout};
 use crate::run::{Eval, Run};
@@ -137,6 +136,15 @@ pub enum Rule {
         /// `train.max_staleness`.
         max_staleness: u64,
     },
+    /// A schedule without the steps it needs.
+    #[error("`train.schedule` is `wsd`, but `train.decay_steps` is 0")]
+    NoDecaySteps,
+    /// Steps that no schedule asks for.
+    #[error("`train.decay_steps` is {decay_steps}, but `train.schedule` is not `wsd`")]
+    UnusedDecaySteps {
+        /// `train.decay_steps`.
+        decay_steps: u64,
+    },
     /// The same bits from formats that round differently.
     #[error("`numerics` is `exact`, but `rollout.dtype` is {rollout} and `train.dtype` is {train}")]
     ExactAcrossDtypes {
@@ -258,6 +266,7 @@ impl Rule {
             Self::UnevenMiniSteps { .. } => ["rollout.groups", "train.mini_steps"],
             Self::OverSampledBatch { .. } => ["rollout.over_sampling_groups", "rollout.groups"],
             Self::OverSampledStaleness { .. } => ["train.max_staleness", "rollout.over_sampling_groups"],
+            Self::NoDecaySteps | Self::UnusedDecaySteps { .. } => ["train.decay_steps", "train.schedule"],
             Self::ExactAcrossDtypes { .. } => ["numerics", "rollout.dtype"],
             Self::OverlongCacheTooLong { path, .. }
             | Self::OverlongOutOfReach { path, .. }
@@ -292,6 +301,14 @@ impl Rule {
                 format!(
                     "set `train.max_staleness` to {mini_steps} or more, or `rollout.over_sampling_groups` to 0"
                 )
+            }
+            Self::NoDecaySteps => {
+                "set `train.decay_steps` to the optimiser steps of the fall, a tenth of all of them, say"
+                    .into()
+            }
+            Self::UnusedDecaySteps { .. } => {
+                "set `train.schedule: wsd`, or remove `decay_steps`: other schedules fall from the warm-up on"
+                    .into()
             }
             Self::ExactAcrossDtypes { rollout, train } => format!(
                 "set `rollout.dtype` to {train} or `train.dtype` to {rollout}, or `numerics` to `fast`"
@@ -441,56 +458,11 @@ fn check_rollout(rollout: &Rollout) -> Result<(), Rule> {
     whole("rollout.min_p", rollout.min_p, 0.0)
 }
 
-/// Whatever a step leaves behind fits into the next one, in number and in age; so nothing is dropped as stale.
-fn check_over_sampling(rollout: &Rollout, train: &Train) -> Result<(), Rule> {
-    let &Rollout { groups, over_sampling_groups, .. } = rollout;
-    let &Train { mini_steps, max_staleness, .. } = train;
-    if over_sampling_groups > groups {
-        return Err(Rule::OverSampledBatch { over_sampling_groups, groups });
-    }
-    if over_sampling_groups > 0 && max_staleness < mini_steps as u64 {
-        return Err(Rule::OverSampledStaleness { mini_steps, max_staleness });
-    }
-    Ok(())
-}
-
-/// Sums agree to the bit only where both sides round alike.
-fn check_numerics(numerics: Option<Numerics>, rollout: Dtype, train: Dtype) -> Result<(), Rule> {
-    if numerics == Some(Numerics::Exact) && rollout != train {
-        return Err(Rule::ExactAcrossDtypes { rollout, train });
-    }
-    Ok(())
-}
-
 fn check_engine(engine: &Engine) -> Result<(), Rule> {
     within("engine.kv_memory", engine.kv_memory.0, Limit::Positive, "64MiB")?;
     within("engine.block_tokens", engine.block_tokens, Limit::Count(1), "16")?;
     within("engine.max_batch_tokens", engine.max_batch_tokens, Limit::Count(1), "2048")?;
     within("engine.max_running", engine.max_running, Limit::Count(1), "128")
-}
-
-fn check_train(train: &Train) -> Result<(), Rule> {
-    within("train.lr", train.lr, Limit::Positive, "1e-6")?;
-    within("train.betas", train.betas[0], Limit::BelowOne, "[0.9, 0.999]")?;
-    within("train.betas", train.betas[1], Limit::BelowOne, "[0.9, 0.999]")?;
-    within("train.eps", train.eps, Limit::Positive, "1e-8")?;
-    within("train.weight_decay", train.weight_decay, Limit::NotNegative, "0.01")?;
-    within("train.grad_clip", train.grad_clip, Limit::Positive, "1.0")?;
-    within("train.mini_steps", train.mini_steps, Limit::Count(1), "1")?;
-    within("train.micro_batch_tokens", train.micro_batch_tokens, Limit::Count(1), "4096")
-}
-
-fn check_sft(sft: &Sft) -> Result<(), Rule> {
-    within("sft.steps", sft.steps, Limit::Count(1), "400")?;
-    within("sft.batch", sft.batch, Limit::Count(1), "256")?;
-    within("sft.lr", sft.lr, Limit::Positive, "2e-3")?;
-    within("sft.betas", sft.betas[0], Limit::BelowOne, "[0.9, 0.999]")?;
-    within("sft.betas", sft.betas[1], Limit::BelowOne, "[0.9, 0.999]")?;
-    within("sft.weight_decay", sft.weight_decay, Limit::NotNegative, "0.01")?;
-    within("sft.grad_clip", sft.grad_clip, Limit::Positive, "1.0")?;
-    within("sft.load_balance", sft.load_balance, Limit::NotNegative, "0.01")?;
-    within("sft.carry_dropped", sft.carry_dropped, Limit::Share, "0.7")?;
-    within("sft.max_new_tokens", sft.max_new_tokens, Limit::Count(1), "16")
 }
 
 pub(crate) fn within(

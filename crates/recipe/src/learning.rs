@@ -9,7 +9,7 @@ fn one() -> f64 {
     1.0
 }
 
-/// The trainer: AdamW (decoupled decay, arXiv 1711.05101) over packed micro-batches.
+/// The trainer: AdamW (decoupled decay, arXiv 1711.05101), or Muon for matrices, over packed micro-batches.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Train {
@@ -28,10 +28,19 @@ pub struct Train {
     pub weight_decay: f64,
     /// Largest global L2 norm of a gradient; above it, the gradient is scaled down.
     pub grad_clip: f64,
+    /// What is done when a loss or gradient is not finite. A logprob that is not always stops the run, since weights are
+    /// broken then.
+    pub non_finite: NonFinite,
+    /// Muon for matrices; AdamW alone by default.
+    pub muon: Option<Muon>,
     /// Optimiser steps over which the learning rate rises linearly from 0.
     pub warmup_steps: u64,
     /// What the learning rate does after that, until the last optimiser step (`run.steps * mini_steps`).
     pub schedule: Schedule,
+    /// Last optimiser steps, over which `schedule: wsd` falls.
+    pub decay_steps: u64,
+    /// Share of `lr` that a falling rate ends at.
+    pub min_lr_ratio: f64,
     /// Optimiser steps taken on one batch of rollouts, each on an even share of the groups that are trained on; one a
     /// group where fewer groups are left.
     pub mini_steps: usize,
@@ -52,8 +61,12 @@ impl Default for Train {
             eps: 1e-8,
             weight_decay: 0.0,
             grad_clip: 1.0,
+            non_finite: NonFinite::Stop,
+            muon: None,
             warmup_steps: 0,
             schedule: Schedule::Constant,
+            decay_steps: 0,
+            min_lr_ratio: 0.0,
             mini_steps: 1,
             micro_batch_tokens: 4096,
             max_staleness: 0,
@@ -68,10 +81,43 @@ pub enum Schedule {
     /// Stays as it is.
     #[default]
     Constant,
-    /// Falls on a line to 0.
+    /// Falls on a line.
     Linear,
-    /// Falls on half a cosine to 0.
+    /// Falls on half a cosine.
     Cosine,
+    /// Stays as it is, and falls on a line over the last `decay_steps` (warmup-stable-decay: MiniCPM, arXiv 2404.06395).
+    Wsd,
+}
+
+/// What is done about an optimiser step whose loss or gradient is not finite.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum NonFinite {
+    /// The run stops, says which tensor it is, and keeps its checkpoints.
+    #[default]
+    Stop,
+    /// The step is not made: weights, optimiser and version stay, and it is counted in `updates_skipped_total`.
+    Skip,
+}
+
+/// Muon (Jordan et al. 2024) on every matrix but embedding and head, one expert's gate, up or down at a time: the momentum,
+/// made nearly orthogonal. Updates are scaled to the size of AdamW's (Moonlight, arXiv 2502.16982, equation 4), so `lr`
+/// and `weight_decay` serve both.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Muon {
+    /// Decay of the running sum of gradients, in `[0, 1)`.
+    pub momentum: f64,
+    /// Looks ahead by one more decay.
+    pub nesterov: bool,
+    /// Newton-Schulz iterations, 1 to 20.
+    pub iterations: usize,
+}
+
+impl Default for Muon {
+    fn default() -> Self {
+        Self { momentum: 0.95, nesterov: true, iterations: 5 }
+    }
 }
 
 /// Supervised warm start on the task's own answers: AdamW, loss on answer tokens only.

@@ -7,6 +7,7 @@
 pub mod algorithm;
 pub mod bytes;
 pub mod check;
+mod check_learning;
 mod check_objective;
 pub mod check_replay;
 pub mod error;

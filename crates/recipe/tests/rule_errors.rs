@@ -254,6 +254,10 @@ const BEYOND: &[&str] = &[
     "train.grad_clip=0",
     "train.mini_steps=0",
     "train.micro_batch_tokens=0",
+    "train.min_lr_ratio=1.5",
+    "train.muon={momentum: 1}",
+    "train.muon={iterations: 0}",
+    "train.muon={iterations: 21}",
     "ring.bytes=0",
     "ring.deadline_s=0",
     "eval.max_new_tokens=0",
@@ -397,6 +401,29 @@ fn replay_of_what_was_not_recorded_is_refused() {
 }
 
 #[test]
+fn a_stable_schedule_and_the_steps_of_its_fall_belong_together() {
+    assert_snapshot!(set(&["train.schedule=wsd"]), @"
+    error: `train.schedule` is `wsd`, but `train.decay_steps` is 0
+     --> --set:1:16
+      |
+    1 | train.schedule=wsd
+      |                ^^^
+
+    hint: set `train.decay_steps` to the optimiser steps of the fall, a tenth of all of them, say
+    ");
+    assert_snapshot!(set(&["train.decay_steps=5"]), @"
+    error: `train.decay_steps` is 5, but `train.schedule` is not `wsd`
+     --> --set:1:19
+      |
+    1 | train.decay_steps=5
+      |                   ^
+
+    hint: set `train.schedule: wsd`, or remove `decay_steps`: other schedules fall from the warm-up on
+    ");
+    load(&["train.schedule=wsd", "train.decay_steps=5"]).expect("both together are fine");
+}
+
+#[test]
 fn what_an_algorithm_cannot_take_is_refused() {
     assert_snapshot!(set(&["objective.dual_clip=3", "algorithm={cispo: {}}"]), @"
     error: `objective.dual_clip` bounds a clipped surrogate, but CISPO clips the weight instead
@@ -490,7 +517,7 @@ fn an_override_of_an_unknown_key_is_shown() {
     1 | train.lrr=1e-4
       | ^^^^^^^^^
 
-    hint: did you mean `lr`? `train` takes `dtype`, `recompute`, `lr`, `betas`, `eps`, `weight_decay`, `grad_clip`, `warmup_steps`, `schedule`, `mini_steps`, `micro_batch_tokens`, `max_staleness`
+    hint: did you mean `lr`? `train` takes `dtype`, `recompute`, `lr`, `betas`, `eps`, `weight_decay`, `grad_clip`, `non_finite`, `muon`, `warmup_steps`, `schedule`, `decay_steps`, `min_lr_ratio`, `mini_steps`, `micro_batch_tokens`, `max_staleness`
     ");
 }
 

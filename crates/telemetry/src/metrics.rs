@@ -96,6 +96,8 @@ metrics! {
         "Tokens that the dual clip stopped.";
     Gauge KL_LOSS = "actor/kl_loss" => "r3_actor_kl_loss", "nats", 0.0..=1.0,
         "KL to the reference policy, averaged like the loss, if it is part of the loss; 0 at the first update.";
+    Gauge REWARD_KL = "actor/reward_kl_penalty" => "r3_actor_reward_kl_penalty", "nats", 0.0..=1.0,
+        "KL from rollout to reference policy, mean over trained tokens, if it is taken out of the rewards.";
     Gauge CORRECTION_MEAN = "actor/correction_mean" => "r3_actor_correction_mean", "ratio", 0.8..=1.2,
         "Mean weight that objective.correction gives a token, dropped ones included.";
     Gauge CORRECTION_DROPPED = "actor/correction_dropped_frac" => "r3_actor_correction_dropped_frac", "share",
@@ -122,7 +124,9 @@ metrics! {
     Gauge TRUNCATED_MASKED = "truncated_masked" => "r3_truncated_masked", "rollouts", POSITIVE,
         "Rollouts of the batch that objective.truncated leaves out of the loss.";
     Counter STEPS_WITHOUT_UPDATE = "steps_without_update_total" => "r3_steps_without_update_total", "steps", 0.0..=0.0,
-        "Steps that changed no weight, since no group of theirs taught anything.";
+        "Steps that changed no weight: no group of theirs taught anything, or all their updates were skipped.";
+    Counter UPDATES_SKIPPED = "updates_skipped_total" => "r3_updates_skipped_total", "steps", 0.0..=0.0,
+        "Optimiser steps not made, since a loss or gradient was not finite and train.non_finite is skip.";
     Gauge STALENESS_MEAN = "trajectory_staleness_mean" => "r3_trajectory_staleness" [stat = "mean"], "steps", POSITIVE,
         "Trainer's version minus the rollout's oldest, mean over rollouts.";
     Gauge STALENESS_MAX = "trajectory_staleness_max" => "r3_trajectory_staleness" [stat = "max"], "steps", POSITIVE,

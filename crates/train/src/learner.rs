@@ -3,46 +3,78 @@
 use candle_core::Tensor;
 use r3_core::ids::PolicyVersion;
 use r3_model::autograd::{Policy, PolicyOutput};
+use r3_recipe::learning::NonFinite;
 
 use crate::error::TrainError;
 use crate::gradients::Gradients;
-use crate::optimiser::{AdamW, AdamWConfig, Update};
+use crate::optimiser::{Optimiser, OptimiserConfig, Update};
 
 /// The policy, its optimiser and the gradient between them.
 pub(crate) struct Learner {
     pub(crate) policy: Policy,
-    pub(crate) optimiser: AdamW,
+    pub(crate) optimiser: Optimiser,
     pub(crate) version: PolicyVersion,
     gradients: Gradients,
+    /// Whether a loss of this optimiser step was not finite.
+    is_spoilt: bool,
 }
 
 impl Learner {
-    pub(crate) fn new(policy: Policy, config: AdamWConfig) -> Self {
-        let optimiser = AdamW::new(policy.vars(), config);
+    pub(crate) fn new(policy: Policy, config: OptimiserConfig) -> Self {
+        let optimiser = Optimiser::new(policy.vars(), config);
         let gradients = Gradients::new(policy.zero_gradients());
-        Self { policy, optimiser, version: PolicyVersion(0), gradients }
+        Self { policy, optimiser, version: PolicyVersion(0), gradients, is_spoilt: false }
     }
 
-    /// Adds the gradient of a micro-batch's loss of `output`, and returns the loss.
-    pub(crate) fn add_gradient(&mut self, loss: &Tensor, output: &PolicyOutput) -> Result<f64, TrainError> {
-        let value = loss.to_scalar::<f32>()?;
-        if !value.is_finite() {
-            return Err(TrainError::NonFinite { tensor: "the loss".into(), version: self.version });
+    /// Adds the gradient of a micro-batch's loss of `output`. Whether it could: a step whose loss is not finite is going to be
+    /// skipped.
+    ///
+    /// # Errors
+    /// If the loss is not finite and the run shall stop.
+    pub(crate) fn add_gradient(&mut self, loss: &Tensor, output: &PolicyOutput) -> Result<bool, TrainError> {
+        if !loss.to_scalar::<f32>()?.is_finite() {
+            self.is_spoilt = true;
+            self.skip_or_stop(TrainError::NonFinite { tensor: "the loss".into(), version: self.version })?;
+            return Ok(false);
         }
         self.policy.backward(output, &loss.backward()?, self.gradients.tensors_mut())?;
-        Ok(value.into())
+        Ok(true)
     }
 
     /// Starts an optimiser step: forgets the gradients of the last one, even if it failed half-way.
     pub(crate) fn start_step(&mut self) {
         self.gradients.zero();
+        self.is_spoilt = false;
     }
 
-    /// Ends an optimiser step: updates the weights with the gradients added since it started.
-    pub(crate) fn update(&mut self) -> Result<Update, TrainError> {
-        let Self { policy, optimiser, version, gradients } = self;
-        let update = policy.change(|vars| optimiser.update(vars, gradients, *version))?;
-        self.version = self.version.next();
-        Ok(update)
+    /// Ends an optimiser step: updates the weights with the gradients added since it started. `None` if something was not
+    /// finite and the step is skipped: then nothing has changed.
+    ///
+    /// # Errors
+    /// If a gradient is not finite and the run shall stop.
+    pub(crate) fn update(&mut self) -> Result<Option<Update>, TrainError> {
+        let Self { policy, optimiser, version, gradients, is_spoilt } = self;
+        if *is_spoilt {
+            return Ok(None);
+        }
+        match policy.change(|vars| optimiser.update(vars, gradients, *version)) {
+            Ok(update) => {
+                self.version = self.version.next();
+                Ok(Some(update))
+            }
+            Err(error @ TrainError::NonFinite { .. }) => self.skip_or_stop(error).map(|()| None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// What the recipe says to something that is not finite.
+    fn skip_or_stop(&self, error: TrainError) -> Result<(), TrainError> {
+        match self.optimiser.non_finite() {
+            NonFinite::Stop => Err(error),
+            NonFinite::Skip => {
+                tracing::warn!("{error}: no update is made of it");
+                Ok(())
+            }
+        }
     }
 }

@@ -1,19 +1,20 @@
-//! AdamW over the policy's weights, in place.
+//! AdamW over the policy's weights, or Muon over their matrices, in place.
 
 use std::sync::Mutex;
 
 use candle_core::{CpuStorage, InplaceOp1, Layout, Var, bail};
 use r3_core::ids::PolicyVersion;
 use r3_kernels::adamw::{AdamwStep, adamw};
-use r3_recipe::learning::{Sft, Train};
+use r3_kernels::muon::{MuonStep, muon};
+use r3_recipe::learning::{Muon, NonFinite, Sft, Train};
 
 use crate::error::TrainError;
 use crate::gradients::Gradients;
 use crate::schedule::LearningRate;
 
-/// Numbers of an AdamW run.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AdamWConfig {
+/// What an optimiser does, and what it does not do.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OptimiserConfig {
     /// Learning rate by optimiser step.
     pub lr: LearningRate,
     /// Decay of the running means of gradient and squared gradient.
@@ -24,9 +25,13 @@ pub struct AdamWConfig {
     pub weight_decay: f64,
     /// Largest global L2 norm of a gradient.
     pub max_grad_norm: f64,
+    /// What matrices but embedding and head are updated by, instead of AdamW.
+    pub muon: Option<Muon>,
+    /// What a gradient that is not finite leads to.
+    pub non_finite: NonFinite,
 }
 
-impl AdamWConfig {
+impl OptimiserConfig {
     /// As a reinforcement learning recipe says, for `total_steps` optimiser steps.
     #[must_use]
     pub fn of_train(train: &Train, total_steps: u64) -> Self {
@@ -36,6 +41,8 @@ impl AdamWConfig {
             eps: train.eps,
             weight_decay: train.weight_decay,
             max_grad_norm: train.grad_clip,
+            muon: train.muon.clone(),
+            non_finite: train.non_finite,
         }
     }
 
@@ -48,6 +55,8 @@ impl AdamWConfig {
             eps: 1e-8,
             weight_decay: sft.weight_decay,
             max_grad_norm: sft.grad_clip,
+            muon: None,
+            non_finite: NonFinite::Stop,
         }
     }
 }
@@ -55,10 +64,18 @@ impl AdamWConfig {
 /// The running means of one weight, flat f32.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Moments {
-    /// Of the gradient.
+    /// Of the gradient; of a matrix that Muon updates, its running sum.
     pub m: Vec<f32>,
-    /// Of the squared gradient.
+    /// Of the squared gradient; empty for Muon.
     pub v: Vec<f32>,
+}
+
+impl Moments {
+    /// Elements of both.
+    #[must_use]
+    pub fn lengths(&self) -> [usize; 2] {
+        [self.m.len(), self.v.len()]
+    }
 }
 
 /// What one update did.
@@ -70,21 +87,29 @@ pub struct Update {
     pub lr: f64,
 }
 
-/// AdamW with decoupled weight decay (arXiv 1711.05101), as PyTorch computes it, on every weight alike.
+/// AdamW with decoupled weight decay (arXiv 1711.05101), as PyTorch computes it, on every weight alike; with Muon, on what
+/// is no matrix and on embedding and head.
 #[derive(Clone, Debug)]
-pub struct AdamW {
-    config: AdamWConfig,
+pub struct Optimiser {
+    config: OptimiserConfig,
+    /// Of each weight that Muon updates, its rows and columns.
+    matrices: Vec<Option<(usize, usize)>>,
     moments: Vec<Moments>,
     steps: u64,
 }
 
-impl AdamW {
+impl Optimiser {
     /// An optimiser for `vars` that has made no step.
     #[must_use]
-    pub fn new(vars: &[(String, Var)], config: AdamWConfig) -> Self {
-        let zeros = |var: &Var| vec![0.0; var.elem_count()];
-        let moments = vars.iter().map(|(_, var)| Moments { m: zeros(var), v: zeros(var) }).collect();
-        Self { config, moments, steps: 0 }
+    pub fn new(vars: &[(String, Var)], config: OptimiserConfig) -> Self {
+        let matrices =
+            vars.iter().map(|(name, var)| config.muon.as_ref().and_then(|_| matrix(name, var.dims())));
+        let matrices: Vec<_> = matrices.collect();
+        let moments = vars.iter().zip(&matrices).map(|((_, var), matrix)| Moments {
+            m: vec![0.0; var.elem_count()],
+            v: vec![0.0; if matrix.is_some() { 0 } else { var.elem_count() }],
+        });
+        Self { config, moments: moments.collect(), matrices, steps: 0 }
     }
 
     /// Continues a run after `steps` optimiser steps.
@@ -92,8 +117,7 @@ impl AdamW {
     /// # Panics
     /// If `moments` are not those of the same weights.
     pub fn resume(&mut self, moments: Vec<Moments>, steps: u64) {
-        let lengths =
-            |moments: &[Moments]| moments.iter().map(|one| (one.m.len(), one.v.len())).collect::<Vec<_>>();
+        let lengths = |moments: &[Moments]| moments.iter().map(Moments::lengths).collect::<Vec<_>>();
         assert_eq!(lengths(&moments), lengths(&self.moments), "moments of other weights");
         self.moments = moments;
         self.steps = steps;
@@ -109,6 +133,11 @@ impl AdamW {
     #[must_use]
     pub fn moments(&self) -> &[Moments] {
         &self.moments
+    }
+
+    /// What a gradient that is not finite leads to.
+    pub(crate) fn non_finite(&self) -> NonFinite {
+        self.config.non_finite
     }
 
     /// One step: clips `gradients` to the configured global norm and updates `vars` in place.
@@ -130,24 +159,55 @@ impl AdamW {
             });
         }
         let lr = self.config.lr.at(self.steps);
-        let step = AdamwStep {
-            lr,
-            beta1: self.config.betas[0],
-            beta2: self.config.betas[1],
-            eps: self.config.eps,
-            weight_decay: self.config.weight_decay,
-            step: self.steps + 1,
-            grad_scale: clip_scale(grad_norm, self.config.max_grad_norm),
-        };
-        for (index, ((_, var), moments)) in vars.iter().zip(&mut self.moments).enumerate() {
-            var.inplace_op1(&InPlace {
-                gradient: gradients.tensor(index),
-                moments: Mutex::new(moments),
-                step: &step,
+        let grad_scale = clip_scale(grad_norm, self.config.max_grad_norm);
+        let (adamw_step, muon_step) = self.config.steps(lr, self.steps + 1, grad_scale);
+        let weights = vars.iter().zip(&self.matrices).zip(&mut self.moments);
+        for (index, (((_, var), &matrix), Moments { m, v })) in weights.enumerate() {
+            let gradient = gradients.tensor(index);
+            in_place(var, |values| match (matrix, &muon_step) {
+                (Some(shape), Some(step)) => muon(values, gradient, m, shape, step),
+                _ => adamw(values, gradient, m, v, &adamw_step),
             })?;
         }
         self.steps += 1;
         Ok(Update { grad_norm, lr })
+    }
+}
+
+impl OptimiserConfig {
+    /// What step `step`, counted from 1, does by AdamW and by Muon.
+    fn steps(&self, lr: f64, step: u64, grad_scale: f64) -> (AdamwStep, Option<MuonStep>) {
+        let Self { betas: [beta1, beta2], eps, weight_decay, muon, .. } = self;
+        let adamw = AdamwStep {
+            lr,
+            beta1: *beta1,
+            beta2: *beta2,
+            eps: *eps,
+            weight_decay: *weight_decay,
+            step,
+            grad_scale,
+        };
+        let muon = muon.as_ref().map(|&Muon { momentum, nesterov, iterations }| MuonStep {
+            lr,
+            momentum,
+            nesterov,
+            iterations,
+            weight_decay: *weight_decay,
+            grad_scale,
+        });
+        (adamw, muon)
+    }
+}
+
+/// Rows and columns of the matrices of a weight that Muon updates. Gate and up lie one upon the other but are matrices of
+/// their own.
+fn matrix(name: &str, dims: &[usize]) -> Option<(usize, usize)> {
+    let is_table = ["embed_tokens.weight", "lm_head.weight"].iter().any(|table| name.ends_with(table));
+    match *dims {
+        [.., rows, columns] if !is_table => {
+            Some((if name.ends_with("gate_up_proj") { rows / 2 } else { rows }, columns))
+        }
+        _ => None,
     }
 }
 
@@ -156,26 +216,28 @@ fn clip_scale(norm: f64, max_norm: f64) -> f64 {
     (max_norm / (norm + 1e-6)).min(1.0)
 }
 
-/// The kernel as a candle op on a weight's own memory.
-struct InPlace<'a> {
-    gradient: &'a [f32],
-    /// candle hands the op over by shared reference.
-    moments: Mutex<&'a mut Moments>,
-    step: &'a AdamwStep,
+/// Calls `change` on a weight's own memory.
+fn in_place(var: &Var, change: impl FnMut(&mut [f32]) + Send) -> candle_core::Result<()> {
+    var.inplace_op1(&InPlace { change: Mutex::new(change) })
 }
 
-impl InplaceOp1 for InPlace<'_> {
+/// A change as a candle op.
+struct InPlace<F> {
+    /// candle hands the op over by shared reference.
+    change: Mutex<F>,
+}
+
+impl<F: FnMut(&mut [f32]) + Send> InplaceOp1 for InPlace<F> {
     fn name(&self) -> &'static str {
-        "adamw"
+        "optimiser"
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
         let (CpuStorage::F32(values), Some((start, end))) = (storage, layout.contiguous_offsets()) else {
             bail!("a weight is not contiguous f32")
         };
-        let mut moments = self.moments.lock().expect("only this op holds the lock");
-        let Moments { m, v } = &mut **moments;
-        adamw(&mut values[start..end], self.gradient, m, v, self.step);
+        let mut change = self.change.lock().expect("only this op holds the lock");
+        change(&mut values[start..end]);
         Ok(())
     }
 }
@@ -187,15 +249,24 @@ mod tests {
 
     use super::*;
 
-    fn config(max_grad_norm: f64) -> AdamWConfig {
+    fn config(max_grad_norm: f64) -> OptimiserConfig {
         let lr = LearningRate {
             peak: 0.1,
             warmup_steps: 0,
             fall_start: 0,
             total_steps: 10,
             fall: Schedule::Constant,
+            floor: 0.0,
         };
-        AdamWConfig { lr, betas: [0.9, 0.99], eps: 1e-8, weight_decay: 0.1, max_grad_norm }
+        OptimiserConfig {
+            lr,
+            betas: [0.9, 0.99],
+            eps: 1e-8,
+            weight_decay: 0.1,
+            max_grad_norm,
+            muon: None,
+            non_finite: NonFinite::Stop,
+        }
     }
 
     fn vars() -> Vec<(String, Var)> {
@@ -218,7 +289,7 @@ mod tests {
     #[test]
     fn two_steps_match_adamw_in_f64() {
         let vars = vars();
-        let mut optimiser = AdamW::new(&vars, config(1e9));
+        let mut optimiser = Optimiser::new(&vars, config(1e9));
         let steps = [[0.3_f32, -0.1, 2.0], [-0.2, 0.4, 1.0]];
         let mut expected = [1.0, -2.0, 0.5];
         let (mut m, mut v) = ([0.0; 3], [0.0; 3]);
@@ -245,7 +316,7 @@ mod tests {
     #[test]
     fn a_long_gradient_is_scaled_to_the_norm_and_a_short_one_is_not() {
         let vars = vars();
-        let mut optimiser = AdamW::new(&vars, config(1.0));
+        let mut optimiser = Optimiser::new(&vars, config(1.0));
         let update = optimiser.update(&vars, &gradients(&vars, [3.0, 4.0, 0.0]), PolicyVersion(0)).unwrap();
         assert_eq!(update.grad_norm, 5.0);
         assert!((optimiser.moments()[0].m[0] - 0.1 * 3.0 / 5.0).abs() < 1e-6);
@@ -255,7 +326,7 @@ mod tests {
     #[test]
     fn a_non_finite_gradient_is_named_and_changes_nothing() {
         let vars = vars();
-        let mut optimiser = AdamW::new(&vars, config(1.0));
+        let mut optimiser = Optimiser::new(&vars, config(1.0));
         optimiser.update(&vars, &gradients(&vars, [1.0; 3]), PolicyVersion(0)).unwrap();
         let (weights, moments) = (values(&vars), optimiser.moments().to_vec());
         let error =
@@ -268,17 +339,44 @@ mod tests {
     #[test]
     fn a_resumed_optimiser_continues_bit_for_bit() {
         let (whole, split) = (vars(), vars());
-        let mut optimiser = AdamW::new(&whole, config(1.0));
-        let mut first = AdamW::new(&split, config(1.0));
+        let mut optimiser = Optimiser::new(&whole, config(1.0));
+        let mut first = Optimiser::new(&split, config(1.0));
         let factors = [[1.0, 2.0, 3.0], [-1.0, 0.5, 0.1]];
         for (vars, optimiser) in [(&whole, &mut optimiser), (&split, &mut first)] {
             optimiser.update(vars, &gradients(vars, factors[0]), PolicyVersion(0)).unwrap();
         }
-        let mut second = AdamW::new(&split, config(1.0));
+        let mut second = Optimiser::new(&split, config(1.0));
         second.resume(first.moments().to_vec(), first.steps());
         for (vars, optimiser) in [(&whole, &mut optimiser), (&split, &mut second)] {
             optimiser.update(vars, &gradients(vars, factors[1]), PolicyVersion(1)).unwrap();
         }
         assert_eq!(values(&whole), values(&split));
+    }
+
+    #[test]
+    fn muon_takes_the_matrices_and_adamw_the_rest() {
+        let of = |name: &str, dims: &[usize]| matrix(&format!("model.layers.0.{name}"), dims);
+        assert_eq!(of("self_attn.q_proj.weight", &[6, 4]), Some((6, 4)));
+        assert_eq!(of("mlp.experts.down_proj", &[8, 4, 3]), Some((4, 3)));
+        assert_eq!(of("mlp.experts.gate_up_proj", &[8, 6, 4]), Some((3, 4)));
+        assert_eq!(of("input_layernorm.weight", &[4]), None);
+        assert_eq!(matrix("model.embed_tokens.weight", &[9, 4]), None);
+        assert_eq!(matrix("lm_head.weight", &[9, 4]), None);
+
+        let zeros = |dims: &[usize]| Var::zeros(dims, candle_core::DType::F32, &Device::Cpu).unwrap();
+        let vars = vec![("q.weight".into(), zeros(&[2, 3])), ("norm.weight".into(), zeros(&[2]))];
+        let muon = Muon { momentum: 0.5, ..Muon::default() };
+        let mut optimiser = Optimiser::new(&vars, OptimiserConfig { muon: Some(muon), ..config(1e9) });
+        let lengths: Vec<_> = optimiser.moments().iter().map(Moments::lengths).collect();
+        assert_eq!(lengths, [[6, 0], [2, 2]]);
+        let mut gradients = Gradients::new(vec![vec![3.0, 0.0, 0.0, 0.0, 0.01, 0.0], vec![1.0, -1.0]]);
+        optimiser.update(&vars, &gradients, PolicyVersion(0)).unwrap();
+        gradients.zero();
+        optimiser.update(&vars, &gradients, PolicyVersion(1)).unwrap();
+        assert_eq!(optimiser.moments()[0].m, [1.5, 0.0, 0.0, 0.0, 0.005, 0.0]);
+        // Both directions of the matrix move as far, though one of its gradients is 300 times the other's.
+        let values = values(&vars);
+        assert!((0.5..2.0).contains(&(values[0] / values[4])), "{values:?}");
+        assert!(values[6] < 0.0 && values[7] > 0.0, "{values:?}");
     }
 }

@@ -1,4 +1,4 @@
-//! The optimiser's running means as a safetensors file: `m.<weight>` and `v.<weight>`, flat f32.
+//! The optimiser's running means as a safetensors file: `m.<weight>` and, but for matrices under Muon, `v.<weight>`, flat f32.
 
 use std::borrow::Cow;
 use std::fs;
@@ -27,38 +27,41 @@ pub fn bytes(moments: &[Moments]) -> u64 {
 /// If the file cannot be written.
 pub fn write(dir: &Path, vars: &[(String, Var)], moments: &[Moments]) -> Result<(), TrainError> {
     let tensors = vars.iter().zip(moments).flat_map(|((name, _), one)| {
-        [(format!("m.{name}"), FlatF32::new(&one.m)), (format!("v.{name}"), FlatF32::new(&one.v))]
+        let v = (!one.v.is_empty()).then(|| (format!("v.{name}"), FlatF32::new(&one.v)));
+        [(format!("m.{name}"), FlatF32::new(&one.m))].into_iter().chain(v)
     });
     Ok(write_safetensors(&dir.join(FILE), tensors, None)?)
 }
 
-/// Reads the moments of `vars` from `dir`, in the order of `vars`.
+/// Reads the moments of `vars` from `dir`, in the order of `vars` and as long as `fresh`, those of an optimiser that has
+/// made no step.
 ///
 /// # Errors
 /// If the file cannot be read, is not whole, or does not hold exactly the moments of these weights; the
 /// tensor is named.
-pub fn read(dir: &Path, vars: &[(String, Var)]) -> Result<Vec<Moments>, TrainError> {
+pub fn read(dir: &Path, vars: &[(String, Var)], fresh: &[Moments]) -> Result<Vec<Moments>, TrainError> {
     let path = dir.join(FILE);
     let bytes = fs::read(&path).map_err(|source| TrainError::Read { path: path.clone(), source })?;
-    parse(&bytes, vars).map_err(|source| TrainError::Damaged { path, source })
+    parse(&bytes, vars, fresh).map_err(|source| TrainError::Damaged { path, source })
 }
 
-fn parse(bytes: &[u8], vars: &[(String, Var)]) -> Result<Vec<Moments>, Damage> {
+fn parse(bytes: &[u8], vars: &[(String, Var)], fresh: &[Moments]) -> Result<Vec<Moments>, Damage> {
     let file = SafeTensors::deserialize(bytes)?;
-    let known = |stored: &str| {
-        let name = stored.strip_prefix("m.").or_else(|| stored.strip_prefix("v."));
-        name.is_some_and(|name| vars.iter().any(|(var, _)| var == name))
+    let lengths = vars.iter().zip(fresh).map(|((name, _), fresh)| (&**name, fresh.lengths()));
+    let known = |stored: &str| match stored.split_once('.') {
+        Some(("m", name)) => lengths.clone().any(|(var, _)| var == name),
+        Some(("v", name)) => lengths.clone().any(|(var, [_, v])| var == name && v > 0),
+        _ => false,
     };
     if let Some(tensor) = file.names().into_iter().find(|name| !known(name)) {
         return Err(Damage::Surplus { tensor: tensor.to_owned() });
     }
     let read = |prefix, name: &str, len| read_tensor(&file, format!("{prefix}.{name}"), len);
-    vars.iter()
-        .map(|(name, var)| {
-            let len = var.elem_count();
-            Ok(Moments { m: read("m", name, len)?, v: read("v", name, len)? })
-        })
-        .collect()
+    let moments = lengths.clone().map(|(name, [m, v])| {
+        let m = read("m", name, m)?;
+        Ok(Moments { m, v: if v > 0 { read("v", name, v)? } else { Vec::new() } })
+    });
+    moments.collect()
 }
 
 fn read_tensor(file: &SafeTensors<'_>, name: String, expected: usize) -> Result<Vec<f32>, Damage> {
@@ -124,6 +127,16 @@ mod tests {
         ]
     }
 
+    /// Those of AdamW.
+    fn fresh(vars: &[(String, Var)]) -> Vec<Moments> {
+        let zeros = |var: &Var| vec![0.0; var.elem_count()];
+        vars.iter().map(|(_, var)| Moments { m: zeros(var), v: zeros(var) }).collect()
+    }
+
+    fn read_adamw(dir: &Path, vars: &[(String, Var)]) -> Result<Vec<Moments>, TrainError> {
+        read(dir, vars, &fresh(vars))
+    }
+
     fn refusal(result: Result<Vec<Moments>, TrainError>) -> String {
         match result.unwrap_err() {
             TrainError::Damaged { path, source } => {
@@ -138,7 +151,7 @@ mod tests {
     fn moments_read_back_bit_for_bit_in_the_order_of_the_weights() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), &vars(), &moments()).unwrap();
-        assert_eq!(read(dir.path(), &vars()).unwrap(), moments());
+        assert_eq!(read_adamw(dir.path(), &vars()).unwrap(), moments());
         assert_eq!(bytes(&moments()), 40);
     }
 
@@ -149,7 +162,7 @@ mod tests {
         let whole = fs::read(dir.path().join(FILE)).unwrap();
         for len in [0, 4, whole.len() / 2, whole.len() - 1] {
             fs::write(dir.path().join(FILE), &whole[..len]).unwrap();
-            assert_eq!(refusal(read(dir.path(), &vars())), "it is not a whole safetensors file");
+            assert_eq!(refusal(read_adamw(dir.path(), &vars())), "it is not a whole safetensors file");
         }
     }
 
@@ -159,11 +172,23 @@ mod tests {
         let var = |len: usize| Var::new(vec![0.0_f32; len], &Device::Cpu).unwrap();
         write(dir.path(), &vars(), &moments()).unwrap();
         let fewer = vec![vars().remove(0)];
-        assert!(refusal(read(dir.path(), &fewer)).contains("a.weight belongs to no weight"));
+        assert!(refusal(read_adamw(dir.path(), &fewer)).contains("a.weight belongs to no weight"));
         let mut more = vars();
         more.push(("c.weight".into(), var(1)));
-        assert_eq!(refusal(read(dir.path(), &more)), "m.c.weight is missing");
+        assert_eq!(refusal(read_adamw(dir.path(), &more)), "m.c.weight is missing");
         let wider = vec![vars().remove(0), ("a.weight".into(), var(4))];
-        assert!(refusal(read(dir.path(), &wider)).starts_with("m.a.weight is F32 of shape [3]"));
+        assert!(refusal(read_adamw(dir.path(), &wider)).starts_with("m.a.weight is F32 of shape [3]"));
+    }
+
+    #[test]
+    fn a_matrix_under_muon_has_one_mean_and_is_not_taken_for_another_optimisers() {
+        let (dir, mut muon) = (tempfile::tempdir().unwrap(), moments());
+        muon[1].v.clear();
+        write(dir.path(), &vars(), &muon).unwrap();
+        assert_eq!(read(dir.path(), &vars(), &muon).unwrap(), muon);
+        assert_eq!(bytes(&muon), 28);
+        assert_eq!(refusal(read_adamw(dir.path(), &vars())), "v.a.weight is missing");
+        write(dir.path(), &vars(), &moments()).unwrap();
+        assert!(refusal(read(dir.path(), &vars(), &muon)).contains("v.a.weight belongs to no weight"));
     }
 }

@@ -9,18 +9,26 @@ use crate::batch::{Batch, Sequence};
 use crate::loss::kl::KlEstimator;
 use crate::objective::Objective;
 
-/// The advantage of every input of `batch`, in f64, when `coef * estimator` of each trained token is taken off its rollout's
+/// What taking the KL out of the rewards gives.
+pub struct TakenOut {
+    /// Advantage of every input of the batch.
+    pub advantages: Vec<f64>,
+    /// KL of a trained token, nats, mean over all of them; 0 if there is none.
+    pub kl: f64,
+}
+
+/// Advantages in f64, when `coef * estimator` of each trained token of `batch` is taken off its rollout's
 /// reward. `reference_logprobs` has one for each input, in the order of the batch's sequences.
 ///
 /// # Panics
 /// If it has not.
 #[must_use]
-pub fn advantages(
+pub fn take_out(
     batch: &Batch<'_>,
     objective: &Objective,
     (estimator, coef): (KlEstimator, f64),
     reference_logprobs: &[f32],
-) -> Vec<f64> {
+) -> TakenOut {
     let mut costs = Vec::with_capacity(reference_logprobs.len());
     for sequence in batch.sequences() {
         let reference = &reference_logprobs[costs.len()..][..sequence.n_inputs()];
@@ -39,7 +47,8 @@ pub fn advantages(
     }
     let trained = advantages.iter_mut().zip(&costs).filter(|(_, cost)| cost.is_some());
     objective.estimator.whiten(trained.map(|(advantage, _)| (advantage, 1)));
-    advantages
+    let n_trained = costs.iter().flatten().count().max(1);
+    TakenOut { advantages, kl: costs.iter().flatten().sum::<f64>() / (coef * n_trained as f64) }
 }
 
 /// `rollout - reference` of each trained input; `None` for the others.

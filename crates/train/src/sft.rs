@@ -13,7 +13,7 @@ use crate::batch::micro_batches;
 use crate::error::TrainError;
 use crate::learner::Learner;
 use crate::loads::{Loads, load_balance};
-use crate::optimiser::AdamWConfig;
+use crate::optimiser::{OptimiserConfig, Update};
 
 /// A demonstration: prompt, then answer.
 #[derive(Clone, Copy, Debug)]
@@ -55,7 +55,7 @@ impl SftTrainer {
     pub fn new(policy: Policy, sft: &Sft, micro_batch_tokens: usize) -> Self {
         let record = RouteRecord::new(policy.config().route_dims().n_layers, policy.config().router());
         Self {
-            learner: Learner::new(policy, AdamWConfig::of_sft(sft)),
+            learner: Learner::new(policy, OptimiserConfig::of_sft(sft)),
             load_balance: sft.load_balance,
             micro_batch_tokens,
             record,
@@ -106,8 +106,7 @@ impl SftTrainer {
             loss += nll;
             balance += imbalance;
         }
-        let update = self.learner.update()?;
-        let (grad_norm, lr) = (update.grad_norm, update.lr);
+        let Update { grad_norm, lr } = self.learner.update()?.expect("a warm start stops and never skips");
         Ok(SftStats { loss, load_balance: balance, grad_norm, lr, n_inputs, n_trained })
     }
 
@@ -130,7 +129,8 @@ impl SftTrainer {
         let mask = Tensor::new(mask, &Device::Cpu)?;
         let nll = ((&output.logprobs * mask)?.sum_all()? / -(totals.n_trained as f64))?;
         if self.load_balance == 0.0 {
-            return Ok((self.learner.add_gradient(&nll, &output)?, 0.0));
+            self.learner.add_gradient(&nll, &output)?;
+            return Ok((nll.to_scalar::<f32>()?.into(), 0.0));
         }
         let scoring = self.learner.policy.config().scoring;
         let loads = known.unwrap_or(&own);

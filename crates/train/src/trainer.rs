@@ -20,10 +20,10 @@ use crate::loss::{Loss, loss};
 use crate::micro_batch::{LossInputs, MicroBatch};
 use crate::mismatch::{Mismatch, MismatchStats};
 use crate::objective::{KlTerm, Objective};
-use crate::optimiser::{AdamWConfig, Update};
+use crate::optimiser::{OptimiserConfig, Update};
 use crate::optimiser_state;
 use crate::replay::{Own, Replay, ReplayRule, n_replaced};
-use crate::reward_kl;
+use crate::reward_kl::{self, TakenOut};
 use crate::step_tokens::StepTokens;
 
 /// Trains a policy on batches of rollouts.
@@ -42,8 +42,8 @@ pub struct Trainer {
 struct Reference {
     policy: Policy,
     logprobs: StepTokens,
-    /// Of every input, when the KL is taken out of the rewards.
-    advantages: Vec<f64>,
+    /// When the KL is taken out of the rewards.
+    taken: Option<TakenOut>,
 }
 
 /// What one batch did to the policy. Means are over trained tokens unless said otherwise.
@@ -53,6 +53,8 @@ pub struct StepStats {
     pub version: PolicyVersion,
     /// Optimiser steps made; 0 when no group taught anything.
     pub mini_steps: usize,
+    /// Optimiser steps not made, since a loss or gradient was not finite.
+    pub skipped_steps: usize,
     /// The groups.
     pub batch: BatchStats,
     /// Rollout against trainer at equal weights, before the first update: over the trained tokens that the version at
@@ -76,6 +78,8 @@ pub struct ActorStats {
     pub pg_loss: f64,
     /// KL to the reference as the loss has it, nats, mean over optimiser steps; `None` if it has none.
     pub kl_loss: Option<f64>,
+    /// KL to the reference that is taken out of the rewards, nats, mean over the trained tokens; `None` if none is.
+    pub reward_kl: Option<f64>,
     /// `mean(rollout - policy)` in nats, over all updates' forwards: how far the policy moved from its
     /// rollouts.
     pub ppo_kl: f64,
@@ -126,7 +130,7 @@ impl Trainer {
     /// A trainer that has made no step. `temperature` is the rollout's: logprobs are of the distribution
     /// sampled from.
     #[must_use]
-    pub fn new(policy: Policy, objective: Objective, config: AdamWConfig, temperature: f32) -> Self {
+    pub fn new(policy: Policy, objective: Objective, config: OptimiserConfig, temperature: f32) -> Self {
         let native = RouteRecord::new(policy.config().route_dims().n_layers, policy.config().router());
         Self {
             learner: Learner::new(policy, config),
@@ -143,7 +147,7 @@ impl Trainer {
     /// Gives the KL of the objective something to be measured to.
     #[must_use]
     pub fn with_reference(mut self, policy: Policy) -> Self {
-        self.reference = Some(Reference { policy, logprobs: StepTokens::default(), advantages: Vec::new() });
+        self.reference = Some(Reference { policy, logprobs: StepTokens::default(), taken: None });
         self
     }
 
@@ -182,7 +186,8 @@ impl Trainer {
     /// # Errors
     /// If the optimiser state cannot be read or is not that of this policy.
     pub fn resume(&mut self, dir: &Path, state: &TrainerState) -> Result<(), TrainError> {
-        let moments = optimiser_state::read(dir, self.learner.policy.vars())?;
+        let fresh = self.learner.optimiser.moments();
+        let moments = optimiser_state::read(dir, self.learner.policy.vars(), fresh)?;
         self.learner.optimiser.resume(moments, state.optimiser_steps);
         self.learner.version = PolicyVersion(state.version);
         Ok(())
@@ -199,8 +204,8 @@ impl Trainer {
     /// Bytes that weights in f32 and optimiser state take on disk, short of headers.
     #[must_use]
     pub fn checkpoint_bytes(&self) -> u64 {
-        let optimiser = optimiser_state::bytes(self.learner.optimiser.moments());
-        optimiser + optimiser / 2
+        let weights = self.learner.policy.vars().iter().map(|(_, var)| var.elem_count() * size_of::<f32>());
+        optimiser_state::bytes(self.learner.optimiser.moments()) + weights.sum::<usize>() as u64
     }
 
     /// Where the run stands after `step` batches.
@@ -240,7 +245,8 @@ impl Trainer {
     ///
     /// # Errors
     /// [`TrainError::NonFinite`] names the logprob, loss or gradient that is not finite. The update it would
-    /// have gone into is not made, so weights are those of the last whole optimiser step.
+    /// have gone into is not made, so weights are those of the last whole optimiser step. Where the recipe skips such a loss or
+    /// gradient, that is all that happens.
     pub fn step(
         &mut self,
         batch: &Batch<'_>,
@@ -271,7 +277,8 @@ impl Trainer {
         let (mismatch, load) = measured.finish();
         Ok(StepStats {
             version: self.version(),
-            mini_steps: batch.mini_steps().len(),
+            mini_steps: actor.n_updates,
+            skipped_steps: batch.mini_steps().len() - actor.n_updates,
             batch: *batch.stats(),
             mismatch,
             actor: actor.finish(),
@@ -303,7 +310,9 @@ impl Trainer {
         }
         if let Some(KlTerm { coef, estimator, place: KlPlace::Reward }) = objective.kl {
             let logprobs = reference.logprobs.all();
-            reference.advantages = reward_kl::advantages(batch, objective, (estimator, coef), logprobs);
+            let taken = reward_kl::take_out(batch, objective, (estimator, coef), logprobs);
+            account.actor.reward_kl = Some(taken.kl);
+            reference.taken = Some(taken);
         }
         Ok(())
     }
@@ -325,10 +334,8 @@ impl Trainer {
                 self.old.keep(sequences, &pass.policy_logprobs);
             }
             let reference = self.reference.as_ref();
-            if let Some(Reference { advantages, logprobs, .. }) =
-                reference.filter(|one| !one.advantages.is_empty())
-            {
-                self.micro.advantages.copy_from_slice(&advantages[logprobs.inputs(sequences)]);
+            if let Some(Reference { taken: Some(taken), logprobs, .. }) = reference {
+                self.micro.advantages.copy_from_slice(&taken.advantages[logprobs.inputs(sequences)]);
             }
             let old_logprobs = match self.objective.old_logprobs {
                 OldLogprobs::Rollout => &self.micro.rollout_logprobs,
@@ -348,11 +355,14 @@ impl Trainer {
             let loss = loss(&self.objective, &tokens, denominator)?;
             let n_inputs = self.micro.n_inputs();
             (account.progress)(PassDone { n_inputs, stage: Stage::Forward });
-            account.actor.add_loss(&loss)?;
-            self.learner.add_gradient(&loss.total, &pass.output)?;
+            if self.learner.add_gradient(&loss.total, &pass.output)? {
+                account.actor.add_loss(&loss)?;
+            }
             (account.progress)(PassDone { n_inputs, stage: Stage::Learned });
         }
-        account.actor.add_update(self.learner.update()?);
+        if let Some(update) = self.learner.update()? {
+            account.actor.add_update(update);
+        }
         Ok(())
     }
 
@@ -470,6 +480,7 @@ impl Measured {
 struct ActorSums {
     loss: f64,
     kl_loss: Option<f64>,
+    reward_kl: Option<f64>,
     kl: f64,
     entropy: f64,
     n_high: usize,
@@ -534,6 +545,7 @@ impl ActorSums {
         ActorStats {
             pg_loss: self.loss / n_updates,
             kl_loss: self.kl_loss.map(|kl| kl / n_updates),
+            reward_kl: self.reward_kl,
             ppo_kl: self.kl / n_tokens,
             pg_clipfrac: (self.n_high + self.n_low + self.n_dual) as f64 / n_tokens,
             clip_frac_high: self.n_high as f64 / n_tokens,

@@ -235,7 +235,7 @@ fn with_kl<'a>(
         let rollout = of_sequence(sequence);
         rollout.inputs(&rollout.reference, -3.0)
     });
-    reward_kl::advantages(batch, objective, (estimator, coef), &reference.collect::<Vec<_>>())
+    reward_kl::take_out(batch, objective, (estimator, coef), &reference.collect::<Vec<_>>()).advantages
 }
 
 fn largest(values: &[f64]) -> f64 {

@@ -22,7 +22,7 @@ use r3_tasks::tokenizer::Tokenizer;
 use r3_telemetry::progress::{BarKind, Progress};
 use r3_train::batch::{Batch, Limits, RoutesUse};
 use r3_train::objective::{Objective, grpo};
-use r3_train::optimiser::AdamWConfig;
+use r3_train::optimiser::OptimiserConfig;
 use r3_train::trainer::Trainer;
 use serde::Serialize;
 
@@ -183,7 +183,7 @@ impl Parts {
         let ring_bytes = setup::ring_bytes(frame_bytes, setup.completions());
         let (writer, reader) = Ring::create(usize::try_from(ring_bytes).unwrap_or(usize::MAX))?;
         let objective = grpo::objective(&Grpo::default());
-        let optimiser = AdamWConfig::of_train(&setup.train, setup.rounds as u64 + 1);
+        let optimiser = OptimiserConfig::of_train(&setup.train, setup.rounds as u64 + 1);
         let policy = Policy::load(&*subject.source, &subject.config)?;
         let policy = policy.with_precision(setup::precision(&setup.train));
         let trainer = Trainer::new(policy, objective.clone(), optimiser, 1.0);

@@ -13,7 +13,7 @@ use r3_recipe::learning::Train;
 use r3_train::batch::{Batch, Group, Limits, RoutesUse, Sample};
 use r3_train::error::TrainError;
 use r3_train::objective::dapo;
-use r3_train::optimiser::AdamWConfig;
+use r3_train::optimiser::OptimiserConfig;
 use r3_train::trainer::{Stage, StepStats, Trainer};
 use serde::Serialize;
 
@@ -92,7 +92,7 @@ pub fn measure(subject: &Subject, setup: &TrainSetup) -> Result<TrainBench, RunE
         let rollouts = roll_out(&mut policy, setup)?;
         let objective = dapo::objective(&Dapo::default());
         let steps = setup.rounds.max(1) as u64 + 1;
-        let optimiser = AdamWConfig::of_train(&setup.train, steps);
+        let optimiser = OptimiserConfig::of_train(&setup.train, steps);
         let mut trainer = Trainer::new(policy, objective.clone(), optimiser, 1.0);
         let mut timed = Vec::new();
         for round in 0..steps {

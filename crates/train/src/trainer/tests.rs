@@ -1,5 +1,5 @@
 use candle_core::Var;
-use r3_recipe::learning::Train;
+use r3_recipe::learning::{NonFinite, Train};
 
 use super::*;
 use crate::batch::Limits;
@@ -19,7 +19,7 @@ fn trainer(objective: &Objective) -> Trainer {
 
 fn trainer_at(objective: &Objective, lr: f64) -> Trainer {
     let train = Train { lr, ..Train::default() };
-    Trainer::new(tiny_policy(1), objective.clone(), AdamWConfig::of_train(&train, 100), 1.0)
+    Trainer::new(tiny_policy(1), objective.clone(), OptimiserConfig::of_train(&train, 100), 1.0)
 }
 
 /// Three groups of three rollouts that the tiny policy itself sampled, with unequal lengths.
@@ -463,10 +463,16 @@ fn a_kl_in_the_reward_moves_advantages_only_where_policies_differ() {
         }
         let stats = step(&mut trainer, &rollouts(), WHOLE).unwrap();
         assert_eq!(stats.actor.kl_loss, None);
-        flat(trainer.policy().vars())
+        (flat(trainer.policy().vars()), stats.actor.reward_kl)
     };
-    assert_eq!(run(None), run(Some(1)));
-    assert_ne!(run(None), run(Some(2)));
+    let (without, same, other) = (run(None), run(Some(1)), run(Some(2)));
+    assert_eq!(without.0, same.0);
+    assert_ne!(without.0, other.0);
+    assert_eq!((without.1, same.1), (None, Some(0.0)));
+    // The policy is still the one that sampled, and DAPO's mean is one over tokens, too.
+    let mut in_loss = trainer(&with_kl(KlPlace::Loss)).with_reference(tiny_policy(2));
+    let kl = step(&mut in_loss, &rollouts(), WHOLE).unwrap().actor.kl_loss.unwrap();
+    assert!((other.1.unwrap() - kl).abs() < 1e-4 * kl, "{:?} is not {kl}", other.1);
 }
 
 #[test]
@@ -477,4 +483,28 @@ fn an_entropy_bonus_keeps_the_policy_open() {
     };
     let (without, with) = (entropy_after(0.0), entropy_after(1.0));
     assert!(with > 1.05 * without, "{without} {with}");
+}
+
+#[test]
+fn a_loss_that_is_not_finite_stops_the_run_or_skips_the_step_as_the_recipe_says() {
+    let objective = Objective { entropy_coef: 1e300, ..dapo() };
+    let run = |non_finite| {
+        let train = Train { non_finite, ..Train::default() };
+        let config = OptimiserConfig::of_train(&train, 100);
+        let mut trainer = Trainer::new(tiny_policy(1), objective.clone(), config, 1.0);
+        let stats = step(&mut trainer, &rollouts(), Limits { micro_batch_tokens: 1, ..WHOLE });
+        assert_eq!(flat(trainer.policy().vars()), flat(tiny_policy(1).vars()));
+        assert!(first_moments(&trainer).iter().all(|&moment| moment == 0.0));
+        assert_eq!((trainer.version(), trainer.position(1).optimiser_steps), (PolicyVersion(0), 0));
+        stats
+    };
+    let error = run(NonFinite::Stop).unwrap_err();
+    assert_eq!(error.to_string(), "the loss is not finite in the step after version 0");
+    let stats = run(NonFinite::Skip).unwrap();
+    assert_eq!((stats.mini_steps, stats.skipped_steps), (0, 1));
+    let actor = stats.actor;
+    assert!(
+        [actor.pg_loss, actor.entropy, actor.grad_norm].iter().all(|value| value.is_finite()),
+        "{actor:?}"
+    );
 }

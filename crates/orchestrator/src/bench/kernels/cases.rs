@@ -9,6 +9,7 @@ use r3_kernels::experts::{self, ExpertDims, ExpertScratch, Experts, Routed};
 use r3_kernels::gemm::{Dtype, PackedMatrix, matmul};
 use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
 use r3_kernels::logprob::chosen_logprobs;
+use r3_kernels::muon::{MuonStep, muon};
 use r3_kernels::rms_norm::rms_norm;
 use r3_kernels::rope::{RopeTable, rope};
 use r3_kernels::router::{Choice, RouterConfig, Routing, choose, gates};
@@ -47,7 +48,7 @@ impl Case {
 type Make = fn() -> Vec<Case>;
 
 /// Every op, in the order in which a layer runs them.
-pub(super) const OPS: [(&str, Make); 14] = [
+pub(super) const OPS: [(&str, Make); 15] = [
     ("gemm", gemm),
     ("gemm_from_memory", gemm_from_memory),
     ("rms_norm", norm),
@@ -60,7 +61,8 @@ pub(super) const OPS: [(&str, Make); 14] = [
     ("silu_mul", swiglu),
     ("logprobs", logprobs),
     ("lm_head", head),
-    ("adamw", optimiser),
+    ("adamw", elementwise_optimiser),
+    ("muon", matrix_optimiser),
     ("cast_and_pack", cast),
 ];
 
@@ -291,7 +293,7 @@ fn head() -> Vec<Case> {
     pairs(&DTYPES, &[64, 2048]).into_iter().map(case).collect()
 }
 
-fn optimiser() -> Vec<Case> {
+fn elementwise_optimiser() -> Vec<Case> {
     let step = AdamwStep {
         lr: 1e-6,
         beta1: 0.9,
@@ -309,6 +311,28 @@ fn optimiser() -> Vec<Case> {
         })
     };
     [1 << 18, 1 << 23].map(case).into()
+}
+
+/// Matrices of experts, and one of attention.
+fn matrix_optimiser() -> Vec<Case> {
+    let step = MuonStep {
+        lr: 1e-6,
+        momentum: 0.95,
+        nesterov: true,
+        iterations: 5,
+        weight_decay: 0.0,
+        grad_scale: 1.0,
+    };
+    let case = |(n_matrices, rows, cols): (usize, usize, usize)| {
+        let n = n_matrices * rows * cols;
+        let (mut param, grad, mut sum) = (noise(n), noise(n), vec![0.0; n]);
+        let (long, short) = (rows.max(cols), rows.min(cols));
+        let flops = step.iterations * n_matrices * 2 * short * short * (2 * long + short);
+        Case::new(format!("{n_matrices} x [{rows}, {cols}]"), Dtype::F32, (flops, 3 * n * F32), move || {
+            muon(black_box(&mut param), &grad, black_box(&mut sum), (rows, cols), &step);
+        })
+    };
+    [(32, 256, 512), (1, 768, 768)].map(case).into()
 }
 
 /// A refit's share: f32 weights, rounded if need be, into the layout of products.
