@@ -115,6 +115,35 @@ fn a_run_trains_on_several_answers_and_what_was_said_between_them_changes_no_bit
 }
 
 #[test]
+fn a_run_in_two_parts_ends_with_the_bytes_of_one_whatever_it_trains_by() {
+    let directory = warm();
+    for (name, settings) in [
+        ("adamw", &["train.weight_decay=0.1"][..]),
+        ("muon", &["train.muon={}", "train.non_finite=skip"]),
+        ("r2", &["router_replay.mode=r2", "train.mini_steps=2"]),
+        ("r2-gates", &["router_replay={mode: r2, gates: true}", "train.mini_steps=2"]),
+        ("r3-threshold", &["router_replay.threshold=0.5"]),
+    ] {
+        let run = |steps: u32, out: &str, more: &[&str]| {
+            let (steps, out) = (format!("run.steps={steps}"), format!("run.out={out}"));
+            let fixed =
+                ["run", "recipe.yaml", "--json", "--set", "model.path=warm", "--set", &steps, "--set", &out];
+            let settings = settings.iter().flat_map(|setting| ["--set", setting]);
+            directory.done_json(&[&fixed[..], &settings.collect::<Vec<_>>(), more].concat())
+        };
+        let [whole, parts] = ["whole", "parts"].map(|part| format!("{name}-{part}"));
+        run(2, &whole, &[]);
+        run(1, &parts, &[]);
+        run(2, &parts, &["--resume"]);
+        let weights = |run: &str, step: u32| {
+            fs::read(directory.path(&format!("{run}/step-00000{step}/model.safetensors"))).unwrap()
+        };
+        assert!(weights(&whole, 2) == weights(&parts, 2), "{name}");
+        assert!(weights(&whole, 1) != weights(&whole, 2), "{name}: nothing was trained");
+    }
+}
+
+#[test]
 fn equal_dtypes_agree_to_the_bit() {
     let directory = warm();
     let summary = directory.done_json(&[
