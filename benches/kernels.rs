@@ -168,7 +168,7 @@ fn logprob(c: &mut Criterion) {
     let (t, width, vocab) = (64, 256, 2048);
     let (hidden, weight, ids) = (noise(t * width), noise(vocab * width), vec![1; t]);
     let packed = PackedMatrix::pack(&weight, vocab, width, Dtype::F32);
-    let targets = Targets { ids: &ids, temperature: 1.0 };
+    let targets = Targets { ids: &ids, temperature: 1.0, kept: None };
     let (mut logprobs, mut entropies, mut target_logits) = (vec![0.0; t], vec![0.0; t], vec![0.0; t]);
     group.bench_function(format!("head/{t}x{width}x{vocab}"), |b| {
         b.iter(|| {

@@ -32,6 +32,7 @@ pub mod router;
 pub mod stream;
 pub mod swiglu;
 pub mod team;
+pub mod truncate;
 
 mod exp;
 mod isa;

@@ -4,7 +4,8 @@
 //! times over. Here logits exist one tile at a time, some rows of one block of the vocabulary, and leave only the sums
 //! of [`logprob`](crate::logprob); the backward pass computes them again, which costs a third more multiply-adds and
 //! takes memory that grows with neither `T` nor `V`. The bits are those of `matmul` and
-//! [`chosen_logprobs`](crate::logprob::chosen_logprobs), which the engine samples with.
+//! [`chosen_logprobs`](crate::logprob::chosen_logprobs), which the engine samples with, and of
+//! [`draw_kept`](crate::truncate::draw_kept) where a row is scored on a kept set.
 
 use std::ops::Range;
 
@@ -15,8 +16,11 @@ use crate::parallel::{self, Disjoint};
 use crate::scratch::Scratch;
 
 pub mod gradient;
+pub mod kept;
 #[cfg(test)]
 mod tests;
+
+use kept::{Kept, KeptRows};
 
 /// Rows that are worked on together, so that buffers stay bounded.
 const MAX_ROWS: usize = 1024;
@@ -30,6 +34,8 @@ pub struct Targets<'a> {
     pub ids: &'a [u32],
     /// What logits are divided by: positive and finite.
     pub temperature: f32,
+    /// The tokens that each row is scored over; `None` for all of the vocabulary.
+    pub kept: Option<Kept<'a>>,
 }
 
 /// What the forward finds out about each row, `[T]` each.
@@ -42,10 +48,12 @@ pub struct Scores<'a> {
     pub target_logits: &'a mut [f32],
 }
 
-/// Scores each row of `hidden` `[T, D]` under `softmax(hidden Wᵀ / temperature)`, `W` being `head` `[V, D]`.
+/// Scores each row of `hidden` `[T, D]` under `softmax(hidden Wᵀ / temperature)`, `W` being `head` `[V, D]`, over the
+/// tokens that the row keeps.
 ///
 /// # Panics
-/// If the shapes do not fit, a target is not below `V`, or the temperature is not positive and finite.
+/// If the shapes do not fit, a target is not below `V`, a kept set is not ascending or lacks its target, or the
+/// temperature is not positive and finite.
 pub fn head_logprobs(hidden: &[f32], head: &PackedMatrix, targets: Targets<'_>, scores: Scores<'_>) {
     let (n_rows, width, vocab) = (targets.ids.len(), head.k(), head.n());
     let Scores { logprobs, entropies, target_logits } = scores;
@@ -55,18 +63,25 @@ pub fn head_logprobs(hidden: &[f32], head: &PackedMatrix, targets: Targets<'_>, 
         assert!((target as usize) < vocab, "target {target} of token {t} is not below {vocab}");
     }
     let scale = inverse(targets.temperature);
+    let kept = KeptRows::new(targets.kept, targets.ids, vocab);
+    let mut kept_logits = vec![0.0; kept.len()];
     for first in (0..n_rows).step_by(MAX_ROWS) {
         let rows = first..n_rows.min(first + MAX_ROWS);
         let mut rounded = None;
         let x =
             gemm::rows_in(head.dtype(), &hidden[rows.start * width..rows.end * width], width, &mut rounded);
         let ids = &targets.ids[rows.clone()];
-        let tiles = row_tiles(x, head, ids, scale);
+        let run = Run { rows: rows.clone(), ids, kept: &kept, scale };
+        let tiles = run.tiles(x, head, &mut kept_logits);
         for (i, t) in rows.enumerate() {
-            let mut distribution = Distribution::new(scale);
-            for block in tiles.chunks_exact(ids.len()) {
-                distribution.add(block[i].sums);
-            }
+            let distribution = match kept.range(t) {
+                all if all.is_empty() => {
+                    let mut distribution = Distribution::new(scale);
+                    tiles.chunks_exact(ids.len()).for_each(|block| distribution.add(block[i].sums));
+                    distribution
+                }
+                kept => distribution(&kept_logits[kept], scale),
+            };
             target_logits[t] = tiles[ids[i] as usize / BLOCK * ids.len() + i].target;
             logprobs[t] = distribution.logprob(target_logits[t]);
             entropies[t] = distribution.entropy();
@@ -82,31 +97,54 @@ struct RowTile {
     target: f32,
 }
 
-/// Every row of every block, `[V/1024, rows]`.
-fn row_tiles(x: gemm::Rows<'_>, head: &PackedMatrix, ids: &[u32], scale: f32) -> Vec<RowTile> {
-    let (n_rows, n_blocks) = (ids.len(), head.n().div_ceil(BLOCK));
-    let work = n_rows * head.n() * (head.k() + EXP_WORK);
-    let n_runs = parallel::task_count(work).div_ceil(n_blocks).max(n_rows.div_ceil(TILE_ROWS));
-    let run_rows = n_rows.div_ceil(n_runs).next_multiple_of(8);
-    let n_runs = n_rows.div_ceil(run_rows);
-    let mut tiles = vec![RowTile::default(); n_blocks * n_rows];
-    let parts = Disjoint::new(&mut tiles);
-    parallel::for_each(n_blocks * n_runs, work, |task| {
-        let (block, first) = (task / n_runs, task % n_runs * run_rows);
-        let rows = first..n_rows.min(first + run_rows);
-        let columns = block_columns(block, head.n());
-        // SAFETY: tasks are distinct pairs of a block and a run of rows, and this range belongs to one such pair.
-        let tiles = unsafe { parts.part(block * n_rows + rows.start..block * n_rows + rows.end) };
-        let mut logits = Scratch::<f32>::take(rows.len() * columns.len());
-        gemm::multiply_columns(x.narrow(rows.clone(), head.k()), head, columns.clone(), &mut logits);
-        sum_rows(&logits, scale, tiles);
-        for ((logits, &id), tile) in logits.chunks_exact(columns.len()).zip(&ids[rows]).zip(tiles) {
-            if columns.contains(&(id as usize)) {
-                tile.target = logits[id as usize - columns.start];
+/// Rows that are worked on together.
+struct Run<'a> {
+    /// Among all.
+    rows: Range<usize>,
+    /// Their targets.
+    ids: &'a [u32],
+    /// Of all rows.
+    kept: &'a KeptRows<'a>,
+    scale: f32,
+}
+
+impl Run<'_> {
+    /// Every row of every block, `[V/1024, rows]`. The logits that rows keep go to `kept_logits`, which is of all rows.
+    fn tiles(&self, x: gemm::Rows<'_>, head: &PackedMatrix, kept_logits: &mut [f32]) -> Vec<RowTile> {
+        let (n_rows, n_blocks) = (self.ids.len(), head.n().div_ceil(BLOCK));
+        let work = n_rows * head.n() * (head.k() + EXP_WORK);
+        let n_runs = parallel::task_count(work).div_ceil(n_blocks).max(n_rows.div_ceil(TILE_ROWS));
+        let run_rows = n_rows.div_ceil(n_runs).next_multiple_of(8);
+        let n_runs = n_rows.div_ceil(run_rows);
+        let mut tiles = vec![RowTile::default(); n_blocks * n_rows];
+        let (parts, kept_parts) = (Disjoint::new(&mut tiles), Disjoint::new(kept_logits));
+        parallel::for_each(n_blocks * n_runs, work, |task| {
+            let (block, first) = (task / n_runs, task % n_runs * run_rows);
+            let rows = first..n_rows.min(first + run_rows);
+            let columns = block_columns(block, head.n());
+            // SAFETY: tasks are distinct pairs of a block and a run of rows, and this range belongs to one such pair.
+            let tiles = unsafe { parts.part(block * n_rows + rows.start..block * n_rows + rows.end) };
+            let mut logits = Scratch::<f32>::take(rows.len() * columns.len());
+            gemm::multiply_columns(x.narrow(rows.clone(), head.k()), head, columns.clone(), &mut logits);
+            for ((logits, tile), i) in logits.chunks_exact(columns.len()).zip(tiles).zip(rows) {
+                let (t, target) = (self.rows.start + i, self.ids[i] as usize);
+                if columns.contains(&target) {
+                    tile.target = logits[target - columns.start];
+                }
+                if self.kept.row(t).is_empty() {
+                    tile.sums = block_sums(logits, self.scale);
+                    continue;
+                }
+                let kept = self.kept.range_in(t, &columns);
+                // SAFETY: what a row keeps of a block belongs to the one task that has both.
+                let kept_logits = unsafe { kept_parts.part(kept.clone()) };
+                for (to, &id) in kept_logits.iter_mut().zip(self.kept.ids(kept)) {
+                    *to = logits[id as usize - columns.start];
+                }
             }
-        }
-    });
-    tiles
+        });
+        tiles
+    }
 }
 
 /// Tokens of a block of the vocabulary.
@@ -115,13 +153,25 @@ fn block_columns(block: usize, vocab: usize) -> Range<usize> {
 }
 
 multiversion! {
-    /// The sums of each row of a tile.
-    fn sum_rows(logits: &[f32], scale: f32, tiles: &mut [RowTile]) = sum_rows_body;
+    /// The sums of a row in one block.
+    fn block_sums(logits: &[f32], scale: f32) -> BlockSums = block_sums_body;
 }
 
 #[inline(always)]
-fn sum_rows_body<I: Isa>(logits: &[f32], scale: f32, tiles: &mut [RowTile]) {
-    for (logits, tile) in logits.chunks_exact(logits.len() / tiles.len()).zip(tiles) {
-        tile.sums = BlockSums::of::<I, true>(logits, scale);
+fn block_sums_body<I: Isa>(logits: &[f32], scale: f32) -> BlockSums {
+    BlockSums::of::<I, true>(logits, scale)
+}
+
+multiversion! {
+    /// The softmax of the logits that a row keeps.
+    fn distribution(logits: &[f32], scale: f32) -> Distribution = distribution_body;
+}
+
+#[inline(always)]
+fn distribution_body<I: Isa>(logits: &[f32], scale: f32) -> Distribution {
+    let mut distribution = Distribution::new(scale);
+    for block in logits.chunks(BLOCK) {
+        distribution.add(BlockSums::of::<I, true>(block, scale));
     }
+    distribution
 }

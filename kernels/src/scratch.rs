@@ -19,6 +19,8 @@ pub(crate) unsafe trait Plain: Copy {}
 unsafe impl Plain for f32 {}
 // SAFETY: any four bytes are a u32.
 unsafe impl Plain for u32 {}
+// SAFETY: any eight bytes are a u64.
+unsafe impl Plain for u64 {}
 
 thread_local! {
     /// What calls on this thread put back. A stack, since a thread that waits for its tasks may run others meanwhile.

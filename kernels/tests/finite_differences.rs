@@ -241,7 +241,7 @@ proptest! {
         temperature in 0.5_f32..2.0,
     ) {
         let ids: Vec<u32> = (0u32..).map(|at| at * 7919 % vocab as u32).take(t).collect();
-        let targets = Targets { ids: &ids, temperature };
+        let targets = Targets { ids: &ids, temperature, kept: None };
         // Logprobs, then entropies, then the targets' logits.
         let scored = |v: &[Vec<f32>]| {
             let mut out = vec![0.0; 3 * t];

@@ -46,7 +46,7 @@ fn extra_bytes(n_rows: usize, vocab: usize) -> usize {
     let (mut hidden_grad, mut weight_grad) = (vec![0.0; hidden.len()], vec![0.0; weight.len()]);
     let held = HELD.load(Ordering::Relaxed);
     MOST.store(held, Ordering::Relaxed);
-    let targets = Targets { ids: &ids, temperature: 1.0 };
+    let targets = Targets { ids: &ids, temperature: 1.0, kept: None };
     let scores =
         Scores { logprobs: &mut logprobs, entropies: &mut entropies, target_logits: &mut target_logits };
     head_logprobs(&hidden, &packed, targets, scores);

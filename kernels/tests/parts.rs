@@ -125,7 +125,7 @@ proptest! {
         let ids: Vec<u32> = (0..t).map(|t| (t * 7919 % vocab) as u32).collect();
         let same = same_in_parts(&sequences, &[weight.len()], |tokens, lengths, (hidden_grads, weights)| {
             let hidden = &rows(&hidden, width, &tokens)[..];
-            let targets = Targets { ids: &ids[tokens.clone()], temperature: 0.7 };
+            let targets = Targets { ids: &ids[tokens.clone()], temperature: 0.7, kept: None };
             let [mut logprobs, mut entropies, mut target_logits] = [(); 3].map(|()| vec![f32::NAN; tokens.len()]);
             let scores = Scores { logprobs: &mut logprobs, entropies: &mut entropies, target_logits: &mut target_logits };
             head_logprobs(hidden, packed, targets, scores);

@@ -7,6 +7,7 @@ use candle_core::{Device, Tensor, Var};
 use r3_core::ids::TokenId;
 use r3_kernels::gemm::Dtype;
 use r3_kernels::lm_head::gradient::HeadGradient;
+use r3_kernels::lm_head::kept::Kept;
 use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
 use r3_kernels::router::Routing;
 
@@ -60,6 +61,8 @@ struct LastPass {
     attend: PackedSequences,
     targets: Vec<u32>,
     temperature: f32,
+    /// Sizes and tokens of the sets that targets were scored over.
+    kept: Option<(Vec<u32>, Vec<u32>)>,
     scores: HeadScores,
 }
 
@@ -96,6 +99,15 @@ pub struct Packed<'a> {
     pub targets: &'a [TokenId],
     /// Inputs of each sequence; sums to `T`.
     pub lengths: &'a [usize],
+}
+
+/// The distribution that targets are scored under.
+#[derive(Clone, Copy, Debug)]
+pub struct Scored<'a> {
+    /// Divides the logits.
+    pub temperature: f32,
+    /// The tokens that each target is scored over; `None` for all of the vocabulary.
+    pub kept: Option<Kept<'a>>,
 }
 
 /// What one forward of the policy gives.
@@ -205,6 +217,22 @@ impl Policy {
         routing: &mut Routing<'_>,
         temperature: f32,
     ) -> Result<PolicyOutput, ModelError> {
+        self.logprobs_of(batch, routing, Scored { temperature, kept: None })
+    }
+
+    /// [`Self::logprobs`] of a distribution that may be truncated.
+    ///
+    /// # Errors
+    /// As [`Self::logits`].
+    ///
+    /// # Panics
+    /// If a kept set does not ascend, lacks its target or leaves the vocabulary.
+    pub fn logprobs_of(
+        &mut self,
+        batch: &Packed<'_>,
+        routing: &mut Routing<'_>,
+        Scored { temperature, kept }: Scored<'_>,
+    ) -> Result<PolicyOutput, ModelError> {
         let mut attend = PackedSequences::new(batch.lengths);
         let (hidden, head) = (self.hidden(batch, routing, &mut attend)?, self.head());
         let targets: Vec<u32> = batch.targets.iter().map(|token| token.0).collect();
@@ -213,7 +241,7 @@ impl Policy {
         head_logprobs(
             nodes[hidden.0].rows.values(),
             params.matrix(head)?,
-            Targets { ids: &targets, temperature },
+            Targets { ids: &targets, temperature, kept },
             Scores { logprobs: &mut logprobs, entropies: &mut entropies, target_logits: &mut target_logits },
         );
         let leaf =
@@ -237,6 +265,7 @@ impl Policy {
             attend,
             targets,
             temperature,
+            kept: kept.map(|Kept { sizes, ids }| (sizes.to_vec(), ids.to_vec())),
             scores: HeadScores { logprobs, entropies, target_logits },
         });
         Ok(output)
@@ -289,7 +318,11 @@ impl Policy {
             hidden: top.rows.values(),
             weight: &weight,
             packed,
-            targets: Targets { ids: &last.targets, temperature: last.temperature },
+            targets: Targets {
+                ids: &last.targets,
+                temperature: last.temperature,
+                kept: last.kept.as_ref().map(|(sizes, ids)| Kept { sizes, ids }),
+            },
             logprobs: &last.scores.logprobs,
             entropies: &last.scores.entropies,
             target_logits: &last.scores.target_logits,

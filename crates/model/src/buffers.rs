@@ -98,7 +98,7 @@ impl Buffers {
         head_logprobs(
             &hidden.values()[first * hidden.width()..][..targets.len() * hidden.width()],
             head,
-            Targets { ids: targets, temperature: 1.0 },
+            Targets { ids: targets, temperature: 1.0, kept: None },
             Scores { logprobs: &mut logprobs, entropies: &mut entropies, target_logits: &mut target_logits },
         );
         logprobs

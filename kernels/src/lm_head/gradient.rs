@@ -1,5 +1,6 @@
 //! The head's backward pass, which computes the logits again.
 
+use super::kept::KeptRows;
 use super::{MAX_ROWS, TILE_ROWS, Targets, block_columns};
 use crate::exp::exp;
 use crate::gemm::gradient::{Left, PlainProduct};
@@ -53,8 +54,10 @@ fn pieces(lengths: &[usize], most: usize) -> Vec<Vec<usize>> {
 }
 
 /// What the gradient of a row's logits depends on beside them.
-struct Row {
+struct Row<'a> {
     target: usize,
+    /// The tokens it is scored over, ascending; none for all of the vocabulary.
+    kept: &'a [u32],
     target_logit: f32,
     logprob: f32,
     entropy: f32,
@@ -73,7 +76,8 @@ impl HeadGradient<'_> {
     /// If the shapes do not fit.
     pub fn add(&self, (logprob_grads, entropy_grads): (&[f32], &[f32]), out: (&mut [f32], &mut [f32])) {
         let (width, vocab) = (self.packed.k(), self.packed.n());
-        let rows = self.rows(logprob_grads, entropy_grads);
+        let kept = KeptRows::new(self.targets.kept, self.targets.ids, vocab);
+        let rows = self.rows(&kept, logprob_grads, entropy_grads);
         let (hidden_grad, weight_grad) = out;
         let mut logit_grads = Vec::new();
         let mut end = 0;
@@ -97,10 +101,11 @@ impl HeadGradient<'_> {
         }
     }
 
-    fn rows(&self, logprob_grads: &[f32], entropy_grads: &[f32]) -> Vec<Row> {
+    fn rows<'k>(&self, kept: &KeptRows<'k>, logprob_grads: &[f32], entropy_grads: &[f32]) -> Vec<Row<'k>> {
         let scale = inverse(self.targets.temperature);
         let row = |(t, &target): (usize, &u32)| Row {
             target: target as usize,
+            kept: kept.row(t),
             target_logit: self.target_logits[t],
             logprob: self.logprobs[t],
             entropy: self.entropies[t],
@@ -111,7 +116,7 @@ impl HeadGradient<'_> {
     }
 
     /// Gradients of the logits of `rows` in `block`.
-    fn logit_gradients(&self, x: gemm::Rows<'_>, rows: &[Row], block: usize, out: &mut [f32]) {
+    fn logit_gradients(&self, x: gemm::Rows<'_>, rows: &[Row<'_>], block: usize, out: &mut [f32]) {
         let (packed, scale) = (self.packed, inverse(self.targets.temperature));
         let (width, columns) = (packed.k(), block_columns(block, packed.n()));
         parallel::for_rows(out, columns.len(), columns.len() * (width + EXP_WORK), |first, out| {
@@ -127,23 +132,48 @@ impl HeadGradient<'_> {
 
 multiversion! {
     /// Replaces the logits of `rows` from token `first` on by their gradients.
-    fn gradient_rows(rows: &[Row], first: usize, scale: f32, logits: &mut [f32]) = gradient_rows_body;
+    fn gradient_rows(rows: &[Row<'_>], first: usize, scale: f32, logits: &mut [f32]) = gradient_rows_body;
 }
 
 /// With `p = softmax(logits / temperature)`: the logprob's is `(1[j = target] - p_j) / temperature`, the entropy's
 /// `-p_j (ln p_j + entropy) / temperature`; `ln p_j` is the target's logprob plus the difference of the scaled logits.
+/// A token that is not kept has probability 0, and no gradient.
 #[inline(always)]
-fn gradient_rows_body<I: Isa>(rows: &[Row], first: usize, scale: f32, logits: &mut [f32]) {
+fn gradient_rows_body<I: Isa>(rows: &[Row<'_>], first: usize, scale: f32, logits: &mut [f32]) {
     let n_columns = logits.len() / rows.len();
     for (row, logits) in rows.iter().zip(logits.chunks_exact_mut(n_columns)) {
-        for logit in &mut *logits {
-            let logprob = I::mul_add(scale, *logit - row.target_logit, row.logprob);
-            let p = exp::<I>(logprob);
-            let slope = I::mul_add(-row.spread, logprob + row.entropy, -row.pull);
-            *logit = if p == 0.0 { 0.0 } else { p * slope }; // `ln 0` times 0 would be NaN.
+        if row.kept.is_empty() {
+            for logit in &mut *logits {
+                *logit = slope::<I>(row, scale, *logit);
+            }
+        } else {
+            keep_slopes::<I>(row, first, scale, logits);
         }
         if let Some(logit) = row.target.checked_sub(first).and_then(|at| logits.get_mut(at)) {
             *logit += row.pull;
         }
     }
+}
+
+/// Replaces the logits that `row` keeps, of those from token `first` on, by their gradients, and the others by 0.
+#[inline(always)]
+fn keep_slopes<I: Isa>(row: &Row<'_>, first: usize, scale: f32, logits: &mut [f32]) {
+    let before = |end: usize| row.kept.partition_point(|&id| (id as usize) < end);
+    let mut cut = 0;
+    for &id in &row.kept[before(first)..before(first + logits.len())] {
+        let at = id as usize - first;
+        logits[cut..at].fill(0.0);
+        logits[at] = slope::<I>(row, scale, logits[at]);
+        cut = at + 1;
+    }
+    logits[cut..].fill(0.0);
+}
+
+/// The gradient of a logit, were it not the target's.
+#[inline(always)]
+fn slope<I: Isa>(row: &Row<'_>, scale: f32, logit: f32) -> f32 {
+    let logprob = I::mul_add(scale, logit - row.target_logit, row.logprob);
+    let p = exp::<I>(logprob);
+    let slope = I::mul_add(-row.spread, logprob + row.entropy, -row.pull);
+    if p == 0.0 { 0.0 } else { p * slope } // `ln 0` times 0 would be NaN.
 }

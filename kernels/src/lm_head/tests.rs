@@ -14,13 +14,49 @@ struct Inputs {
     weight: Vec<f32>,
     ids: Vec<u32>,
     temperature: f32,
+    /// Sizes and tokens.
+    kept: Option<(Vec<u32>, Vec<u32>)>,
 }
 
 impl Inputs {
     fn new((n_rows, width, vocab): (usize, usize, usize)) -> Self {
         let ids = (0..n_rows).map(|t| ((t * 7919 + 3) % vocab) as u32).collect();
         let (hidden, weight) = (noise(n_rows * width, 1), noise(vocab * width, 2));
-        Self { width, hidden, weight, ids, temperature: 0.7 }
+        Self { width, hidden, weight, ids, temperature: 0.7, kept: None }
+    }
+
+    /// Rows that keep one token of `every` on average, with their targets; every fifth keeps all.
+    fn truncated(shape: (usize, usize, usize), every: u32) -> Self {
+        let inputs = Self::new(shape);
+        let (mut sizes, mut kept) = (Vec::new(), Vec::new());
+        for (&target, t) in inputs.ids.iter().zip(0_u32..) {
+            let is_kept = |id: &u32| {
+                let hash = (id + 1).wrapping_mul(0x9e37_79b9).wrapping_add(t.wrapping_mul(0x85eb_ca6b));
+                !t.is_multiple_of(5) && (*id == target || (hash >> 7).is_multiple_of(every))
+            };
+            let before = kept.len();
+            kept.extend((0..inputs.vocab() as u32).filter(is_kept));
+            sizes.push((kept.len() - before) as u32);
+        }
+        Self { kept: Some((sizes, kept)), ..inputs }
+    }
+
+    fn targets(&self) -> Targets<'_> {
+        let kept = self.kept.as_ref().map(|(sizes, ids)| Kept { sizes, ids });
+        Targets { ids: &self.ids, temperature: self.temperature, kept }
+    }
+
+    /// The tokens that each row is scored over.
+    fn kept_rows(&self) -> Vec<Vec<u32>> {
+        let all = || (0..self.vocab() as u32).collect();
+        let Some((sizes, ids)) = &self.kept else { return self.ids.iter().map(|_| all()).collect() };
+        let mut rest = &ids[..];
+        let take = |&size: &u32| {
+            let (row, after) = rest.split_at(size as usize);
+            rest = after;
+            if row.is_empty() { all() } else { row.to_vec() }
+        };
+        sizes.iter().map(take).collect()
     }
 
     fn vocab(&self) -> usize {
@@ -35,9 +71,8 @@ impl Inputs {
     fn scores(&self, dtype: Dtype) -> [Vec<f32>; 3] {
         let mut out = [(); 3].map(|()| vec![f32::NAN; self.ids.len()]);
         let [logprobs, entropies, target_logits] = &mut out;
-        let targets = Targets { ids: &self.ids, temperature: self.temperature };
         let scores = Scores { logprobs, entropies, target_logits };
-        head_logprobs(&self.hidden, &self.packed(dtype), targets, scores);
+        head_logprobs(&self.hidden, &self.packed(dtype), self.targets(), scores);
         out
     }
 
@@ -48,7 +83,7 @@ impl Inputs {
             hidden: &self.hidden,
             weight: &self.weight,
             packed: &self.packed(Dtype::F32),
-            targets: Targets { ids: &self.ids, temperature: self.temperature },
+            targets: self.targets(),
             logprobs: &logprobs,
             entropies: &entropies,
             target_logits: &target_logits,
@@ -69,22 +104,27 @@ struct Plain {
 }
 
 impl Plain {
-    fn new(hidden: &[f64], weight: &[f64], width: usize, temperature: f32) -> Self {
-        let vocab = weight.len() / width;
+    /// `kept` has what each row is scored over; the other tokens have logprob `-inf`.
+    fn new(hidden: &[f64], weight: &[f64], inputs: &Inputs) -> Self {
+        let vocab = inputs.vocab();
         let mut logprobs = Vec::new();
-        for h in hidden.chunks(width) {
-            let dot = |w: &[f64]| w.iter().zip(h).map(|(w, h)| w * h).sum::<f64>() / f64::from(temperature);
-            let row: Vec<f64> = weight.chunks(width).map(dot).collect();
+        for (h, kept) in hidden.chunks(inputs.width).zip(inputs.kept_rows()) {
+            let dot =
+                |w: &[f64]| w.iter().zip(h).map(|(w, h)| w * h).sum::<f64>() / f64::from(inputs.temperature);
+            let mut row = vec![f64::NEG_INFINITY; vocab];
+            for id in kept {
+                row[id as usize] = dot(&weight[id as usize * inputs.width..][..inputs.width]);
+            }
             let total = row.iter().map(|z| z.exp()).sum::<f64>().ln();
             logprobs.extend(row.iter().map(|z| z - total));
         }
-        let entropy = |row: &[f64]| -row.iter().map(|l| l.exp() * l).sum::<f64>();
+        let entropy = |row: &[f64]| -row.iter().filter(|l| l.is_finite()).map(|l| l.exp() * l).sum::<f64>();
         let entropies = logprobs.chunks(vocab).map(entropy).collect();
         Self { vocab, logprobs, entropies }
     }
 
     fn of(inputs: &Inputs) -> Self {
-        Self::new(&wide(&inputs.hidden), &wide(&inputs.weight), inputs.width, inputs.temperature)
+        Self::new(&wide(&inputs.hidden), &wide(&inputs.weight), inputs)
     }
 
     /// The sum of logprobs and entropies, weighed by `pulls` `[2, T]`.
@@ -98,11 +138,11 @@ impl Plain {
 
     /// Gradients of the loss in hidden states and head.
     fn gradients(&self, inputs: &Inputs, pulls: &[f32]) -> [Vec<f64>; 2] {
-        let Inputs { width, hidden, weight, ids, temperature } = inputs;
+        let Inputs { width, hidden, weight, ids, temperature, .. } = inputs;
         let (mut hidden_grad, mut weight_grad) = (vec![0.0; hidden.len()], vec![0.0; weight.len()]);
         for (t, row) in self.logprobs.chunks(self.vocab).enumerate() {
             let (pull, spread) = (f64::from(pulls[t]), f64::from(pulls[ids.len() + t]));
-            for (v, logprob) in row.iter().enumerate() {
+            for (v, logprob) in row.iter().enumerate().filter(|(_, logprob)| logprob.is_finite()) {
                 let hit = if v == ids[t] as usize { pull } else { 0.0 };
                 let slope = pull + spread * (logprob + self.entropies[t]);
                 let grad = (hit - logprob.exp() * slope) / f64::from(*temperature);
@@ -158,8 +198,40 @@ proptest! {
     }
 
     #[test]
-    fn scores_and_gradients_are_those_of_the_plain_formulas(shape in shape()) {
-        let inputs = Inputs::new(shape);
+    fn kept_sets_have_the_bits_of_rows_of_their_logits(shape in shape(), every in 1_u32..40) {
+        let inputs = Inputs::truncated(shape, every);
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            let mut logits = vec![f32::NAN; inputs.ids.len() * inputs.vocab()];
+            matmul(&inputs.hidden, &inputs.packed(dtype), None, &mut logits);
+            let alone = in_pool(1, || inputs.scores(dtype));
+            let rows = logits.chunks(inputs.vocab()).zip(inputs.kept_rows()).zip(&inputs.ids);
+            for (((row, kept), target), got) in rows.zip(&alone[0]) {
+                let kept_logits: Vec<f32> = kept.iter().map(|&id| row[id as usize]).collect();
+                let mut expected = [f32::NAN];
+                let at = kept.binary_search(target).unwrap() as u32;
+                chosen_logprobs(&kept_logits, &[at], inputs.temperature, &mut expected);
+                prop_assert_eq!(bits(&[*got]), bits(&expected));
+            }
+            let shared = in_pool(2, || inputs.scores(dtype));
+            prop_assert!(alone.iter().zip(&shared).all(|(a, b)| bits(a) == bits(b)));
+        }
+    }
+
+    /// Every token of every row kept by name: the bits of no sets at all, forward and backward.
+    #[test]
+    fn keeping_all_changes_no_bit(shape in shape()) {
+        let whole = Inputs::new(shape);
+        let (n_rows, vocab) = (whole.ids.len(), whole.vocab() as u32);
+        let kept = Some((vec![vocab; n_rows], (0..n_rows).flat_map(|_| 0..vocab).collect()));
+        let named = Inputs { kept, ..Inputs::new(shape) };
+        let pulls = noise(2 * n_rows, 5);
+        let [whole, named] = [whole, named].map(|inputs| inputs.op(&pulls));
+        prop_assert!(whole.iter().zip(&named).all(|(a, b)| bits(a) == bits(b)));
+    }
+
+    #[test]
+    fn scores_and_gradients_are_those_of_the_plain_formulas(shape in shape(), every in 0_u32..20) {
+        let inputs = if every == 0 { Inputs::new(shape) } else { Inputs::truncated(shape, every) };
         let pulls = noise(2 * inputs.ids.len(), 5);
         let plain = Plain::of(&inputs);
         let [logprobs, entropies, hidden_grad, weight_grad] = inputs.op(&pulls);
@@ -174,12 +246,21 @@ proptest! {
 
 #[test]
 fn gradients_are_those_of_finite_differences() {
-    let inputs = Inputs::new((3, 4, 9));
+    assert_differences(&Inputs::new((3, 4, 9)));
+}
+
+#[test]
+fn gradients_of_kept_sets_are_those_of_finite_differences() {
+    let inputs = Inputs::truncated((3, 4, 9), 3);
+    let sizes: Vec<usize> = inputs.kept_rows().iter().map(Vec::len).collect();
+    assert!(sizes[0] == 9 && sizes[1..].iter().all(|size| (2..9).contains(size)), "{sizes:?}");
+    assert_differences(&inputs);
+}
+
+fn assert_differences(inputs: &Inputs) {
     let pulls = noise(6, 5);
     let [_, _, hidden_grad, weight_grad] = inputs.op(&pulls);
-    let loss = |hidden: &[f64], weight: &[f64]| {
-        Plain::new(hidden, weight, inputs.width, inputs.temperature).loss(&inputs.ids, &pulls)
-    };
+    let loss = |hidden: &[f64], weight: &[f64]| Plain::new(hidden, weight, inputs).loss(&inputs.ids, &pulls);
     let (hidden, weight) = (wide(&inputs.hidden), wide(&inputs.weight));
     let slope = |of: &[f64], at: usize, loss: &dyn Fn(&[f64]) -> f64| {
         let moved = |by: f64| {
@@ -203,6 +284,16 @@ fn gradients_have_the_same_bits_on_one_thread_and_on_two() {
     assert!(on(1) == on(2));
 }
 
+/// What had no choice has logprob and entropy 0.0 and pulls at nothing.
+#[test]
+fn a_row_that_keeps_its_target_alone_has_logprob_0_and_no_gradient() {
+    let kept = Some((vec![1, 1], vec![3, 2]));
+    let inputs = Inputs { kept, ..Inputs::new((2, 3, 5)) };
+    let [logprobs, entropies, hidden_grad, weight_grad] = inputs.op(&[1.0, -2.0, 0.5, 3.0]);
+    assert_eq!([logprobs, entropies].map(|values| bits(&values)), [vec![0; 2], vec![0; 2]]);
+    assert!(hidden_grad.iter().chain(&weight_grad).all(|&grad| grad == 0.0));
+}
+
 /// What is masked out of a loss has no gradient, however unlikely its target.
 #[test]
 fn rows_without_a_pull_have_no_gradient() {
@@ -216,10 +307,28 @@ fn rows_without_a_pull_have_no_gradient() {
 fn what_does_not_fit_is_refused() {
     let inputs = Inputs::new((2, 3, 5));
     let panic = |ids: Vec<u32>| {
-        let wrong = Inputs { ids, hidden: inputs.hidden.clone(), weight: inputs.weight.clone(), ..inputs };
+        let wrong = Inputs {
+            ids,
+            hidden: inputs.hidden.clone(),
+            weight: inputs.weight.clone(),
+            kept: None,
+            ..inputs
+        };
         let panic = std::panic::catch_unwind(|| wrong.scores(Dtype::F32)).unwrap_err();
         *panic.downcast::<String>().unwrap()
     };
     assert_eq!(panic(vec![0, 5]), "target 5 of token 1 is not below 5");
     assert!(panic(vec![0]).contains("hidden states are [1, 3]"));
+    let refuse = |sizes: &[u32], ids: &[u32]| {
+        let kept = Some((sizes.to_vec(), ids.to_vec()));
+        let wrong = Inputs { kept, ..Inputs::new((2, 3, 5)) };
+        let panic = std::panic::catch_unwind(|| wrong.scores(Dtype::F32)).unwrap_err();
+        *panic.downcast::<String>().unwrap()
+    };
+    assert_eq!(inputs.ids, [3, 2]);
+    assert!(refuse(&[1], &[3]).contains("a kept set for each row"));
+    assert!(refuse(&[2, 0], &[3]).contains("kept sets of these sizes"));
+    assert_eq!(refuse(&[2, 0], &[3, 3]), "the kept tokens of token 0 ascend");
+    assert_eq!(refuse(&[0, 2], &[2, 5]), "token 1 keeps what is below 5");
+    assert_eq!(refuse(&[1, 2], &[3, 1, 4]), "token 1 keeps its target 2");
 }

@@ -281,7 +281,7 @@ fn head() -> Vec<Case> {
         let costs = (2 * t * width * vocab, vocab * width * element(dtype) + t * width * F32);
         Case::new(format!("[{t}, {width}] x [{vocab}, {width}]"), dtype, costs, move || {
             let [logprobs, entropies, target_logits] = black_box(&mut scores);
-            let targets = Targets { ids: &ids, temperature: 1.0 };
+            let targets = Targets { ids: &ids, temperature: 1.0, kept: None };
             head_logprobs(
                 black_box(&hidden),
                 &packed,
