@@ -33,6 +33,7 @@ fn frames(c: &mut Criterion) {
             routes: Some(routes.view()),
             finish: FinishReason::Length,
             cached_tokens: 0,
+            support: None,
         };
         let reward = Reward::Score(1.0);
         let meta = FrameMeta { layer_ids: &layer_ids, weight_epoch: 0, model_hash: 0, reward, mask: None };

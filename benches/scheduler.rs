@@ -46,6 +46,7 @@ impl Running {
             max_new_tokens,
             stop_tokens: [].into(),
             prompt_logprobs: false,
+            max_support: None,
             return_routes: self.routes.map(|_| 0),
         };
         self.scheduler.submit(&request).expect("there is room for every sequence");

@@ -87,7 +87,7 @@ impl Rollouts {
             engine.tick().unwrap();
             while let Some(finished) = engine.take_finished() {
                 let rollout = finished.view();
-                rollouts.packing.add(rollout.tokens, rollout.routes.unwrap());
+                rollouts.packing.add(rollout.tokens, rollout.routes.unwrap(), rollout.support);
                 let n_prompt_targets = rollout.prompt_tokens - 1;
                 rollouts.logprobs.extend(std::iter::repeat_n(0.0, n_prompt_targets));
                 rollouts.logprobs.extend(rollout.rollout_logprobs);
@@ -108,7 +108,8 @@ impl Rollouts {
             true => Routing::Replay { ids: &recorded, native: Some(&mut native) },
             false => Routing::Record(&mut native),
         };
-        let output = policy.logprobs(&self.packing.packed(), &mut routing, 1.0).unwrap();
+        let output =
+            policy.logprobs_of(&self.packing.packed(), &mut routing, self.packing.scored(1.0)).unwrap();
         let mut mismatch = Mismatch::default();
         mismatch.add(&output.logprobs.to_vec1().unwrap(), &self.logprobs, &self.mask);
         mismatch.add_routes(&native, &recorded, &self.mask);

@@ -11,6 +11,7 @@ use common::{MODELS, Rollout, SAMPLED, bits, checkpoint, engine, finish, plain, 
 use packing::Packing;
 use r3_core::ids::{GroupId, TokenId};
 use r3_core::routes::RouteRows;
+use r3_core::support::SupportRows;
 use r3_engine::config::EngineConfig;
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::sampler::Sampling;
@@ -19,6 +20,9 @@ use r3_kernels::route_record::RouteRecord;
 use r3_kernels::router::Routing;
 use r3_model::autograd::{Policy, Precision};
 use r3_model::checkpoint::Checkpoint;
+
+/// Samples from a part of the vocabulary: of the 9 most likely tokens those that hold 0.97, but for the unlikely.
+const TRUNCATED: Sampling = Sampling { temperature: 1.2, sample_top_k: 9, top_p: 0.97, min_p: 0.01 };
 
 /// Tokens of the longest sequence of [`converse`]: both turns' prompts and completions.
 const LONGEST: usize = 22 + 6 + 12 + 5 + 12;
@@ -184,9 +188,9 @@ struct Trained {
 }
 
 impl Trained {
-    fn new(checkpoint: &Checkpoint, temperature: f32, dtype: Dtype) -> Self {
+    fn new(checkpoint: &Checkpoint, sampling: Sampling, dtype: Dtype) -> Self {
         let mut engine = engine(checkpoint, plain(dtype));
-        let (sampling, stop_tokens) = (Sampling { temperature, ..SAMPLED }, Arc::from([TokenId(1)]));
+        let stop_tokens = Arc::from([TokenId(1)]);
         let requests: Vec<GroupRequest> = (0..12)
             .map(|group| GroupRequest {
                 sampling,
@@ -197,7 +201,11 @@ impl Trained {
         let rollouts = sample(&mut engine, &requests).rollouts;
         let mut packing = Packing::new(checkpoint.config().route_dims());
         for rollout in &rollouts {
-            packing.add(&rollout.tokens, rollout.routes.as_ref().unwrap().view());
+            packing.add(
+                &rollout.tokens,
+                rollout.routes.as_ref().unwrap().view(),
+                rollout.support.as_ref().map(SupportRows::view),
+            );
         }
         Self { packing, rollouts }
     }
@@ -214,7 +222,8 @@ impl Trained {
     }
 
     fn policy_logprobs(&self, policy: &mut Policy, routing: &mut Routing<'_>, temperature: f32) -> Vec<f32> {
-        let output = policy.logprobs(&self.packing.packed(), routing, temperature).unwrap();
+        let scored = self.packing.scored(temperature);
+        let output = policy.logprobs_of(&self.packing.packed(), routing, scored).unwrap();
         output.logprobs.to_vec1().unwrap()
     }
 }
@@ -235,8 +244,8 @@ fn the_two_sides_agree_in(dtype: Dtype) {
         let precision = Precision { dtype, recompute: false };
         let policy = Policy::load(&checkpoint, checkpoint.config()).unwrap();
         let mut policy = policy.with_precision(precision);
-        for temperature in [1.0, 0.7] {
-            let trained = Trained::new(&checkpoint, temperature, dtype);
+        for sampling in [SAMPLED, Sampling { temperature: 0.7, ..SAMPLED }, TRUNCATED] {
+            let trained = Trained::new(&checkpoint, sampling, dtype);
             let sampled: Vec<Vec<u32>> = trained.rollouts.iter().map(|r| r.logprobs.clone()).collect();
             let replayed = trained.packing.replayed();
             let dims = checkpoint.config().route_dims();
@@ -244,8 +253,8 @@ fn the_two_sides_agree_in(dtype: Dtype) {
             native.start(trained.packing.packed().tokens.len());
             let mut replay = Routing::Replay { ids: &replayed, native: Some(&mut native) };
             for routing in [&mut Routing::Free, &mut replay] {
-                let logprobs = trained.policy_logprobs(&mut policy, routing, temperature);
-                assert_eq!(trained.of_completions(&logprobs), sampled, "{model} at {temperature}");
+                let logprobs = trained.policy_logprobs(&mut policy, routing, sampling.temperature);
+                assert_eq!(trained.of_completions(&logprobs), sampled, "{model}: {sampling:?}");
             }
             let native: Vec<u16> = (0..dims.n_layers).flat_map(|layer| native.layer(layer)).collect();
             assert_eq!(native, replayed, "{model}: the trainer's own routes");
@@ -258,7 +267,8 @@ fn a_sample_depends_on_seed_group_and_index_but_not_on_the_rest_of_the_batch() {
     for (model, dtype) in MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16, Dtype::F32]) {
         let checkpoint = checkpoint(model);
         let config = EngineConfig { max_batch_tokens: 64, prefix_cache: true, ..plain(dtype) };
-        let watched = GroupRequest { max_new_tokens: 24, ..request(70, tokens(9, 20), 1) };
+        let sampling = if dtype == Dtype::F32 { SAMPLED } else { TRUNCATED };
+        let watched = GroupRequest { max_new_tokens: 24, sampling, ..request(70, tokens(9, 20), 1) };
         let alone = |request: &GroupRequest| {
             let request = std::slice::from_ref(request);
             sample(&mut engine(&checkpoint, config), request).rollouts.swap_remove(0)
@@ -297,7 +307,11 @@ fn both_sides(checkpoint: &Checkpoint) -> (Vec<Rollout>, Vec<u32>, Vec<Vec<u32>>
     let rollouts = finish(&mut engine).rollouts;
     let mut packing = Packing::new(checkpoint.config().route_dims());
     for rollout in &rollouts {
-        packing.add(&rollout.tokens, rollout.routes.as_ref().unwrap().view());
+        packing.add(
+            &rollout.tokens,
+            rollout.routes.as_ref().unwrap().view(),
+            rollout.support.as_ref().map(SupportRows::view),
+        );
     }
     let mut policy = Policy::load(checkpoint, checkpoint.config()).unwrap();
     let replayed = packing.replayed();

@@ -3,6 +3,7 @@
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::rollout::{FinishReason, Reward, RolloutView};
 use r3_core::routes::{RouteDims, RouteRows, write_ids};
+use r3_core::support::SupportRows;
 use r3_ring::frame::{Frame, FrameMeta, decode_all, encode, frame_bytes};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -83,6 +84,7 @@ pub fn round_trip(input: &[u8]) -> bool {
     assert_eq!((found.group, found.index), (rollout.group, rollout.index));
     assert_eq!((found.tokens, found.prompt_tokens), (rollout.tokens, rollout.prompt_tokens));
     assert_eq!((found.versions, found.routes), (rollout.versions, rollout.routes));
+    assert_eq!(found.support, rollout.support.filter(|support| !support.ids().is_empty()));
     assert_eq!((found.finish, found.cached_tokens), (rollout.finish, rollout.cached_tokens));
     assert_eq!(bits(found.rollout_logprobs), bits(rollout.rollout_logprobs));
     assert_eq!((read.layer_ids(), read.mask()), (meta.layer_ids, &*parts.mask));
@@ -133,6 +135,10 @@ fn check_contract(frame: &Frame<'_>) {
         }
         None => assert!(frame.layer_ids().is_empty()),
     }
+    if let Some(support) = rollout.support {
+        assert_eq!(support.check(rollout.completion(), Some(frame.mask())), Ok(()));
+        assert!(!support.ids().is_empty(), "one way to say that nothing was cut");
+    }
     assert!(frame.layer_ids().is_sorted_by(|a, b| a < b), "layers {:?}", frame.layer_ids());
 }
 
@@ -159,6 +165,7 @@ const N_TOKENS: usize = 56;
 const PROMPT_TOKENS: usize = 64;
 const FORMAT_VERSION: usize = 96;
 const N_LAYERS: usize = 104;
+const N_KEPT: usize = 124;
 const HEADER_BYTES: usize = 128;
 
 /// Makes bytes that are long enough look like a frame that came through unharmed.
@@ -169,7 +176,8 @@ fn reseal(bytes: &mut [u8]) {
     let total_bytes = bytes.len() as u64;
     bytes[MAGIC..][..8].copy_from_slice(MAGIC_BYTES);
     bytes[TOTAL_BYTES..][..8].copy_from_slice(&total_bytes.to_le_bytes());
-    bytes[FORMAT_VERSION..][..4].copy_from_slice(&1_u32.to_le_bytes());
+    let has_supports = Input(&bytes[N_KEPT..]).u32() > 0;
+    bytes[FORMAT_VERSION..][..4].copy_from_slice(&(1 + u32::from(has_supports)).to_le_bytes());
     if let Some(token_digest) = tokens(bytes).map(xxh3_64) {
         bytes[TOKEN_DIGEST..][..8].copy_from_slice(&token_digest.to_le_bytes());
     }
@@ -198,6 +206,7 @@ struct Parts {
     versions: Vec<PolicyVersion>,
     mask: Vec<u8>,
     routes: Option<RouteRows>,
+    support: Option<SupportRows>,
     layer_ids: Vec<u32>,
     finish: FinishReason,
     cached_tokens: usize,
@@ -218,7 +227,7 @@ impl Parts {
             layer - 1
         };
         let layer_ids = 0..routes.as_ref().map_or(0, |rows| rows.view().dims().n_layers);
-        Self {
+        let mut parts = Self {
             layer_ids: layer_ids.map(|_| next_layer()).collect(),
             group: GroupId(input.u64()),
             index: input.u32(),
@@ -233,7 +242,10 @@ impl Parts {
             mask: (0..n_sampled).map(|_| input.u8() % 2).collect(),
             prompt_tokens,
             routes,
-        }
+            support: None,
+        };
+        parts.support = (input.u8() % 4 == 1).then(|| draw_supports(&parts, input));
+        parts
     }
 
     fn frame(&self) -> Aligned {
@@ -251,6 +263,7 @@ impl Parts {
             rollout_logprobs: &self.logprobs,
             versions: &self.versions,
             routes: self.routes.as_ref().map(RouteRows::view),
+            support: self.support.as_ref().map(SupportRows::view),
             finish: self.finish,
             cached_tokens: self.cached_tokens,
         }
@@ -285,6 +298,19 @@ fn draw_routes(rows: usize, input: &mut Input<'_>) -> RouteRows {
         routes.append(&bytes);
     }
     routes
+}
+
+/// Supports that hold their tokens; none of tokens that were given.
+fn draw_supports(parts: &Parts, input: &mut Input<'_>) -> SupportRows {
+    let mut supports = SupportRows::default();
+    for (token, mask) in parts.tokens[parts.prompt_tokens..].iter().zip(&parts.mask) {
+        let mut support: Vec<u32> = (0..input.within(0, 5)).map(|_| input.u32()).collect();
+        support.push(token.0);
+        support.sort_unstable();
+        support.dedup();
+        supports.push(if *mask == 1 { &support } else { &[] });
+    }
+    supports
 }
 
 fn finite(input: &mut Input<'_>) -> f32 {

@@ -32,6 +32,7 @@ pub(crate) fn rollout(index: u32, rows: &[u8], epoch: u64) -> Vec<u8> {
         routes: Some(packed.view()),
         finish: FinishReason::Stop,
         cached_tokens: 1,
+        support: None,
     };
     let header =
         RoutesHeader { start: 0, layer_ids: &[1, 2], weight_epoch: Some(epoch), model_hash: Some(255) };

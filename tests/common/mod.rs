@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::routes::RouteRows;
+use r3_core::support::SupportRows;
 use r3_engine::config::EngineConfig;
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::sampler::Sampling;
@@ -74,6 +75,7 @@ pub(crate) struct Rollout {
     /// Of the completion.
     pub(crate) logprobs: Vec<u32>,
     pub(crate) routes: Option<RouteRows>,
+    pub(crate) support: Option<SupportRows>,
 }
 
 impl Rollout {
@@ -85,6 +87,7 @@ impl Rollout {
             prompt_tokens: finished.prompt_tokens,
             logprobs: bits(&finished.rollout_logprobs),
             routes: finished.routes,
+            support: finished.support,
         }
     }
 }

@@ -2,7 +2,9 @@
 
 use r3_core::ids::TokenId;
 use r3_core::routes::{RouteDims, RouteView};
-use r3_model::autograd::Packed;
+use r3_core::support::SupportView;
+use r3_kernels::lm_head::kept::Kept;
+use r3_model::autograd::{Packed, Scored};
 
 /// Sequences without padding: the inputs of each are its tokens but the last.
 pub(crate) struct Packing {
@@ -12,25 +14,54 @@ pub(crate) struct Packing {
     lengths: Vec<usize>,
     /// `[T, L, K]`.
     routes: Vec<u16>,
+    support_sizes: Vec<u32>,
+    support: Vec<u32>,
 }
 
 impl Packing {
     pub(crate) fn new(dims: RouteDims) -> Self {
-        Self { dims, tokens: Vec::new(), targets: Vec::new(), lengths: Vec::new(), routes: Vec::new() }
+        Self {
+            dims,
+            tokens: Vec::new(),
+            targets: Vec::new(),
+            lengths: Vec::new(),
+            routes: Vec::new(),
+            support_sizes: Vec::new(),
+            support: Vec::new(),
+        }
     }
 
-    /// Appends `tokens` `[T]`, routed as `routes` `[T - 1, L, K]` says.
-    pub(crate) fn add(&mut self, tokens: &[TokenId], routes: RouteView<'_>) {
+    /// Appends `tokens` `[T]`, routed as `routes` `[T - 1, L, K]` says; the last ones were drawn from `support`, if they
+    /// were truncated.
+    pub(crate) fn add(
+        &mut self,
+        tokens: &[TokenId],
+        routes: RouteView<'_>,
+        support: Option<SupportView<'_>>,
+    ) {
         let n_inputs = tokens.len() - 1;
         assert_eq!(routes.check(n_inputs), Ok(()));
         self.tokens.extend_from_slice(&tokens[..n_inputs]);
         self.targets.extend_from_slice(&tokens[1..]);
         self.lengths.push(n_inputs);
+        if let Some(support) = support {
+            self.support_sizes.resize(self.tokens.len() - support.rows(), 0);
+            self.support_sizes.extend_from_slice(support.sizes());
+            self.support.extend(support.ids().iter().map(|token| token.0));
+        }
+        self.support_sizes.resize(self.tokens.len(), 0);
         for row in 0..n_inputs {
             for layer in 0..self.dims.n_layers {
                 self.routes.extend((0..self.dims.top_k).map(|k| routes.expert(row, layer, k)));
             }
         }
+    }
+
+    /// Targets are scored at `temperature`, over what they were drawn from.
+    pub(crate) fn scored(&self, temperature: f32) -> Scored<'_> {
+        let Self { support_sizes: sizes, support: ids, .. } = self;
+        let is_truncated = sizes.iter().any(|&size| size > 0);
+        Scored { temperature, kept: is_truncated.then_some(Kept { sizes, ids }) }
     }
 
     pub(crate) fn packed(&self) -> Packed<'_> {

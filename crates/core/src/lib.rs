@@ -6,3 +6,4 @@
 pub mod ids;
 pub mod rollout;
 pub mod routes;
+pub mod support;

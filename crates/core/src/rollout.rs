@@ -4,6 +4,7 @@ use std::fmt;
 
 use crate::ids::{GroupId, PolicyVersion, TokenId};
 use crate::routes::RouteView;
+use crate::support::SupportView;
 
 /// Why a completion ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,6 +84,8 @@ pub struct RolloutView<'a> {
     pub versions: &'a [PolicyVersion],
     /// `[T - 1, L, K]`; `None` when replay is off.
     pub routes: Option<RouteView<'a>>,
+    /// `[N]` rows: the tokens that each sampled token was drawn from; `None` if that was all of the vocabulary.
+    pub support: Option<SupportView<'a>>,
     /// Why it ended.
     pub finish: FinishReason,
     /// Prompt tokens that came from the prefix cache.

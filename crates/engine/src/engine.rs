@@ -131,6 +131,7 @@ impl Engine {
                 stop_tokens: Arc::clone(&request.stop_tokens),
                 prompt_logprobs: false,
                 return_routes: request.return_routes,
+                max_support: request.sampling.max_support(self.model().vocab_size),
             },
             request.size,
         )?;
@@ -343,6 +344,11 @@ impl Engine {
             self.samples.push(Sample { sequence: site.sequence, token: TokenId(0), logprob: 0.0 });
         }
         self.sampler.draw_all(logits.values(), &self.draws, &mut self.samples);
+        for (sample, kept) in self.samples.iter().zip(self.sampler.supports()) {
+            if let Some(kept) = kept {
+                self.scheduler.record_support(sample.sequence, kept);
+            }
+        }
     }
 
     /// Index among the computed logits of row `row` of the plan.

@@ -60,6 +60,14 @@ impl MemoryBudget {
         let rows = self.max_running.saturating_mul(max_tokens.saturating_sub(1));
         rows.saturating_mul(self.trace_row_bytes) as u64
     }
+
+    /// Bytes that are held for supports while every running sequence samples `max_new_tokens` tokens, of whose draws each
+    /// keeps up to `max_support`: room is made for all of them, so that no tick makes any.
+    #[must_use]
+    pub fn support_bytes(&self, max_new_tokens: usize, max_support: usize) -> u64 {
+        let row_bytes = max_support.saturating_add(1).saturating_mul(size_of::<u32>());
+        self.max_running.saturating_mul(max_new_tokens).saturating_mul(row_bytes) as u64
+    }
 }
 
 impl EngineConfig {
@@ -111,6 +119,8 @@ mod tests {
         assert_eq!(budget.capacity_tokens(), 4 * budget.n_blocks);
         assert_eq!(budget.trace_bytes(100), 4 * 99 * 32, "4 sequences run");
         assert_eq!((budget.trace_bytes(0), budget.trace_bytes(usize::MAX)), (0, usize::MAX as u64));
+        assert_eq!(budget.support_bytes(100, 20), 4 * 100 * 21 * 4);
+        assert_eq!(budget.support_bytes(usize::MAX, 20), usize::MAX as u64);
     }
 
     #[test]

@@ -50,7 +50,7 @@ impl Engine {
                 return Err(Box::new(Returned { error, rollouts }));
             }
         }
-        let ids = self.scheduler.resume(rollouts, &how.limits()).map_err(returned)?;
+        let ids = self.scheduler.resume(rollouts, &self.limits(how)).map_err(returned)?;
         self.sampling.extend(ids.iter().map(|&id| (id, (how.sampling, how.seed))));
         Ok(ids)
     }
@@ -74,9 +74,17 @@ impl Engine {
         if let Err(error) = checked {
             return Err(Box::new(Returned { error, rollouts: vec![rollout] }));
         }
-        let id = self.scheduler.next_turn(rollout, given, &how.limits()).map_err(returned)?;
+        let id = self.scheduler.next_turn(rollout, given, &self.limits(how)).map_err(returned)?;
         self.sampling.insert(id, (how.sampling, how.seed));
         Ok(id)
+    }
+
+    fn limits(&self, how: &Continuation) -> Limits {
+        Limits {
+            max_new_tokens: how.max_new_tokens,
+            stop_tokens: Arc::clone(&how.stop_tokens),
+            max_support: how.sampling.max_support(self.model().vocab_size),
+        }
     }
 
     /// Takes the KV of a running request, which keeps all it emitted and waits, in order of age. `false` if it does not run.
@@ -96,12 +104,6 @@ impl Engine {
     #[must_use]
     pub fn in_flight(&self) -> Vec<Finished> {
         self.scheduler.in_flight()
-    }
-}
-
-impl Continuation {
-    fn limits(&self) -> Limits {
-        Limits { max_new_tokens: self.max_new_tokens, stop_tokens: Arc::clone(&self.stop_tokens) }
     }
 }
 

@@ -6,11 +6,13 @@ use r3_core::ids::{GroupId, TokenId};
 use r3_kernels::draw::draw;
 use r3_kernels::logprob::chosen_logprobs;
 use r3_kernels::parallel::for_rows;
+use r3_kernels::truncate::{Truncation, draw_kept, keep};
 use r3_scheduler::request::Sample;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// How tokens are drawn.
+/// How tokens are drawn: logits are divided by the temperature, then cut, in the order of [`Truncation`], and what is
+/// left is a distribution of its own, which the token is drawn from and its logprob is of.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
     /// Divides the logits; 0 takes the most likely token, lowest id first.
@@ -27,10 +29,15 @@ impl Sampling {
     /// The most likely token every time.
     pub const GREEDY: Self = Self { temperature: 0.0, sample_top_k: 0, top_p: 1.0, min_p: 0.0 };
 
-    /// Whether every token of the vocabulary can be drawn.
+    /// Tokens of a vocabulary that a draw keeps at most; `None` if draws cut off none, or take the most likely anyway.
     #[must_use]
-    pub fn has_full_support(&self) -> bool {
-        self.sample_top_k == 0 && self.top_p >= 1.0 && self.min_p <= 0.0
+    pub fn max_support(&self, vocab_size: usize) -> Option<usize> {
+        let is_cut = self.temperature > 0.0 && !self.truncation().is_none();
+        is_cut.then(|| self.truncation().max_kept(vocab_size))
+    }
+
+    fn truncation(&self) -> Truncation {
+        Truncation { top_k: self.sample_top_k, top_p: self.top_p, min_p: self.min_p }
     }
 }
 
@@ -79,80 +86,67 @@ pub struct Drawn {
     pub logprob: f32,
 }
 
-/// Draws tokens, with buffers that are reused from draw to draw.
+/// Draws tokens, with buffers that are reused from tick to tick.
 #[derive(Debug, Default)]
 pub struct Sampler {
-    weights: Vec<f32>,
-    order: Vec<u32>,
+    /// One for each draw of the tick, and more if an earlier one had more.
+    slots: Vec<Slot>,
+    n_draws: usize,
+}
+
+/// A draw that was made.
+#[derive(Debug, Default)]
+struct Slot {
+    token: TokenId,
+    logprob: f32,
+    /// What it was drawn from, ascending, if it was cut.
+    kept: Vec<u32>,
+    is_cut: bool,
 }
 
 impl Sampler {
     /// Makes every draw, over the threads, and writes token and logprob of `draws[i]` to `samples[i]`.
     pub fn draw_all(&mut self, logits: &[f32], draws: &[Draw], samples: &mut [Sample]) {
-        let is_whole = |draw: &Draw| draw.sampling.temperature == 0.0 || draw.sampling.has_full_support();
+        self.n_draws = draws.len();
+        self.slots.resize_with(self.slots.len().max(draws.len()), Slot::default);
+        let slots = &mut self.slots[..draws.len()];
+        for (slot, draw) in slots.iter_mut().zip(draws) {
+            // Room for the most that may be kept, so that no tick makes it again.
+            let max_support = draw.sampling.max_support(draw.logits.len());
+            slot.is_cut = max_support.is_some();
+            slot.kept.clear();
+            slot.kept.reserve(max_support.unwrap_or(0));
+        }
         let vocab_size = draws.first().map_or(0, |draw| draw.logits.len());
-        for_rows(samples, 1, DRAW_WORK * vocab_size, |first, samples| {
-            for (sample, draw) in samples.iter_mut().zip(&draws[first..]).filter(|(_, draw)| is_whole(draw)) {
-                let drawn = draw_whole(&logits[draw.logits.clone()], &draw.sampling, draw.key);
-                (sample.token, sample.logprob) = (drawn.token, drawn.logprob);
+        for_rows(slots, 1, DRAW_WORK * vocab_size, |first, slots| {
+            for (slot, draw) in slots.iter_mut().zip(&draws[first..]) {
+                let drawn = draw_one(&logits[draw.logits.clone()], &draw.sampling, draw.key, &mut slot.kept);
+                (slot.token, slot.logprob) = (drawn.token, drawn.logprob);
             }
         });
-        // Truncation sorts the vocabulary, which takes memory: one after the other.
-        for (sample, draw) in samples.iter_mut().zip(draws).filter(|(_, draw)| !is_whole(draw)) {
-            let drawn = self.draw(&logits[draw.logits.clone()], &draw.sampling, draw.key);
-            (sample.token, sample.logprob) = (drawn.token, drawn.logprob);
+        for (sample, slot) in samples.iter_mut().zip(&*slots) {
+            (sample.token, sample.logprob) = (slot.token, slot.logprob);
         }
     }
 
-    /// Draws one token from `logits` `[V]`.
-    ///
-    /// The order of truncation is top-k, then top-p, then min-p, each on what the one before kept.
-    pub fn draw(&mut self, logits: &[f32], sampling: &Sampling, key: SampleKey) -> Drawn {
-        if sampling.temperature == 0.0 || sampling.has_full_support() {
-            return draw_whole(logits, sampling, key);
-        }
-        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        self.weights.clear();
-        self.weights.extend(logits.iter().map(|logit| ((logit - max) / sampling.temperature).exp()));
-        self.truncate(sampling);
-        let kept = self.order.iter().map(|&token| (self.weights[token as usize], token));
-        let token = pick(kept.clone(), key.uniform());
-        let mass: f64 = kept.map(|(weight, _)| f64::from(weight)).sum();
-        let logprob = (f64::from(self.weights[token as usize]) / mass).ln();
-        #[expect(clippy::cast_possible_truncation, reason = "logprobs are f32")]
-        Drawn { token: TokenId(token), logprob: logprob as f32 }
-    }
-
-    /// Leaves in `order` the tokens that can be drawn, most likely first.
-    fn truncate(&mut self, sampling: &Sampling) {
-        let Self { weights, order } = self;
-        order.clear();
-        order.extend((0u32..).take(weights.len()));
-        order.sort_unstable_by(|&a, &b| {
-            weights[b as usize].total_cmp(&weights[a as usize]).then_with(|| a.cmp(&b))
-        });
-        if sampling.sample_top_k > 0 {
-            order.truncate(sampling.sample_top_k);
-        }
-        if sampling.top_p < 1.0 {
-            let mass: f64 = order.iter().map(|&token| f64::from(weights[token as usize])).sum();
-            let mut before = 0.0;
-            let kept = order.iter().take_while(|&&token| {
-                let keep = before < f64::from(sampling.top_p) * mass;
-                before += f64::from(weights[token as usize]);
-                keep
-            });
-            let kept = kept.count().max(1);
-            order.truncate(kept);
-        }
-        // The most likely token has weight 1, so `min_p` compares with the weights as they are.
-        let kept = order.iter().take_while(|&&token| weights[token as usize] >= sampling.min_p).count();
-        order.truncate(kept.max(1));
+    /// What each draw of the last [`Self::draw_all`] was made from, ascending; `None` where nothing could be cut off.
+    pub fn supports(&self) -> impl Iterator<Item = Option<&[u32]>> {
+        self.slots[..self.n_draws].iter().map(|slot| slot.is_cut.then_some(&slot.kept[..]))
     }
 }
 
 /// Multiply-adds that a logit costs, about: two exponentials.
 const DRAW_WORK: usize = 64;
+
+/// Draws one token from `logits` `[V]`. What a draw that is cut keeps goes to `kept`.
+fn draw_one(logits: &[f32], sampling: &Sampling, key: SampleKey, kept: &mut Vec<u32>) -> Drawn {
+    if sampling.max_support(logits.len()).is_none() {
+        return draw_whole(logits, sampling, key);
+    }
+    keep(logits, sampling.temperature, sampling.truncation(), kept);
+    let drawn = draw_kept(logits, kept, sampling.temperature, key.uniform());
+    Drawn { token: TokenId(drawn.token), logprob: drawn.logprob }
+}
 
 /// A draw that no token is cut from, which takes no memory.
 fn draw_whole(logits: &[f32], sampling: &Sampling, key: SampleKey) -> Drawn {
@@ -176,23 +170,6 @@ fn argmax(logits: &[f32]) -> u32 {
     best.1
 }
 
-/// The token at `uniform` of the cumulative weights.
-fn pick(weights: impl Iterator<Item = (f32, u32)> + Clone, uniform: f64) -> u32 {
-    let mass: f64 = weights.clone().map(|(weight, _)| f64::from(weight)).sum();
-    let mut left = uniform * mass;
-    let mut last = 0;
-    for (weight, token) in weights {
-        if weight > 0.0 {
-            last = token;
-            left -= f64::from(weight);
-            if left < 0.0 {
-                break;
-            }
-        }
-    }
-    last
-}
-
 #[cfg(test)]
 mod tests {
     use r3_core::ids::SequenceId;
@@ -202,14 +179,17 @@ mod tests {
     const KEY: SampleKey = SampleKey { seed: 1, group: GroupId(2), index: 3, position: 4 };
     const FULL: Sampling = Sampling { temperature: 1.0, ..Sampling::GREEDY };
 
+    fn draw(logits: &[f32], sampling: &Sampling, key: SampleKey) -> Drawn {
+        draw_one(logits, sampling, key, &mut Vec::new())
+    }
+
     fn draws(logits: &[f32], sampling: &Sampling, n: u32) -> Vec<Drawn> {
-        let mut sampler = Sampler::default();
-        (0..n).map(|position| sampler.draw(logits, sampling, SampleKey { position, ..KEY })).collect()
+        (0..n).map(|position| draw(logits, sampling, SampleKey { position, ..KEY })).collect()
     }
 
     #[test]
     fn a_greedy_draw_takes_the_lowest_of_equals() {
-        let drawn = Sampler::default().draw(&[0.0, 2.0, 2.0], &Sampling::GREEDY, KEY);
+        let drawn = draw(&[0.0, 2.0, 2.0], &Sampling::GREEDY, KEY);
         assert_eq!(drawn.token, TokenId(1));
         assert!((drawn.logprob - (-(2.0 + (-2.0f32).exp()).ln())).abs() < 1e-6);
     }
@@ -218,14 +198,13 @@ mod tests {
     fn the_same_key_draws_the_same_token_and_another_key_another_stream() {
         let logits = [0.0; 32];
         assert_eq!(draws(&logits, &FULL, 64), draws(&logits, &FULL, 64));
-        let mut sampler = Sampler::default();
         for key in [
             SampleKey { seed: 9, ..KEY },
             SampleKey { group: GroupId(9), ..KEY },
             SampleKey { index: 9, ..KEY },
         ] {
             let other: Vec<_> =
-                (0..64).map(|position| sampler.draw(&logits, &FULL, SampleKey { position, ..key })).collect();
+                (0..64).map(|position| draw(&logits, &FULL, SampleKey { position, ..key })).collect();
             assert_ne!(other, draws(&logits, &FULL, 64));
         }
     }
@@ -254,29 +233,42 @@ mod tests {
             .collect();
         let unsampled = Sample { sequence: SequenceId(0), token: TokenId(99), logprob: 0.0 };
         let mut samples = vec![unsampled; 6];
-        Sampler::default().draw_all(&logits, &draws, &mut samples);
-        for (draw, sample) in draws.iter().zip(samples) {
-            let drawn = Sampler::default().draw(&logits[draw.logits.clone()], &draw.sampling, draw.key);
-            assert_eq!((sample.token, sample.logprob), (drawn.token, drawn.logprob));
+        let mut sampler = Sampler::default();
+        for n in [6, 2, 6] {
+            sampler.draw_all(&logits, &draws[..n], &mut samples[..n]);
+            assert_eq!(sampler.supports().count(), n);
+            for ((draw, sample), support) in draws.iter().zip(&samples).zip(sampler.supports()) {
+                let mut kept = Vec::new();
+                let drawn = draw_one(&logits[draw.logits.clone()], &draw.sampling, draw.key, &mut kept);
+                assert_eq!((sample.token, sample.logprob), (drawn.token, drawn.logprob));
+                let is_cut = draw.sampling.sample_top_k > 0;
+                assert_eq!(support, is_cut.then_some(&kept[..]));
+                assert_eq!(kept.len(), if is_cut { 3 } else { 0 });
+            }
         }
     }
 
     #[test]
-    fn truncation_keeps_what_it_says_and_scores_what_it_kept() {
+    fn truncated_draws_follow_the_distribution_of_what_is_kept() {
         let logits = [3.0, 2.0, 1.0, 0.0];
-        let kept = |sampling: &Sampling| {
-            let mut tokens: Vec<u32> =
-                draws(&logits, sampling, 4000).iter().map(|drawn| drawn.token.0).collect();
-            tokens.sort_unstable();
-            tokens.dedup();
-            tokens
-        };
-        assert_eq!(kept(&FULL), [0, 1, 2, 3]);
-        assert_eq!(kept(&Sampling { sample_top_k: 2, ..FULL }), [0, 1]);
-        assert_eq!(kept(&Sampling { top_p: 0.7, ..FULL }), [0, 1]);
-        assert_eq!(kept(&Sampling { top_p: 0.0, ..FULL }), [0]);
-        assert_eq!(kept(&Sampling { min_p: 0.1, ..FULL }), [0, 1, 2]);
-        let drawn = draws(&logits, &Sampling { sample_top_k: 1, ..FULL }, 1)[0];
-        assert_eq!((drawn.token, drawn.logprob), (TokenId(0), 0.0));
+        let sampling = Sampling { temperature: 0.8, sample_top_k: 3, top_p: 0.9, ..FULL };
+        let drawn = draws(&logits, &sampling, 20_000);
+        let weights = [3.0_f64, 2.0].map(|logit| (logit / f64::from(0.8_f32)).exp());
+        let share = weights[1] / (weights[0] + weights[1]);
+        let ones = drawn.iter().filter(|drawn| drawn.token == TokenId(1)).count();
+        assert!((ones as f64 / 20_000.0 - share).abs() < 0.01);
+        assert!(drawn.iter().all(|drawn| drawn.token.0 < 2), "0.94 of the three");
+        let one = drawn.iter().find(|drawn| drawn.token == TokenId(1)).unwrap();
+        assert!((f64::from(one.logprob) - share.ln()).abs() < 1e-6);
+    }
+
+    #[test]
+    fn a_draw_that_cuts_nothing_has_no_support() {
+        let supports = |sampling: Sampling| [4, 100].map(|vocab_size| sampling.max_support(vocab_size));
+        assert_eq!(supports(FULL), [None; 2]);
+        assert_eq!(supports(Sampling { sample_top_k: 7, ..Sampling::GREEDY }), [None; 2]);
+        assert_eq!(supports(Sampling { sample_top_k: 7, ..FULL }), [Some(4), Some(7)]);
+        assert_eq!(supports(Sampling { top_p: 0.9, ..FULL }), [Some(4), Some(100)]);
+        assert_eq!(supports(Sampling { min_p: 0.1, sample_top_k: 5, ..FULL }), [Some(4), Some(5)]);
     }
 }

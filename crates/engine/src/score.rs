@@ -83,6 +83,7 @@ impl Engine {
             max_new_tokens: 0,
             stop_tokens: [].into(),
             prompt_logprobs: true,
+            max_support: None,
             return_routes: Some(0),
         })?;
         loop {

@@ -1,4 +1,5 @@
-//! A decode tick allocates nothing, whether or not routes are captured, on one thread or as a team of two.
+//! A decode tick allocates nothing, whether or not routes are captured or draws truncated, on one thread or as a team of
+//! two.
 
 use std::path::Path;
 
@@ -44,7 +45,7 @@ fn engine(model: &ModelConfig, capture_routes: bool, prefix_cache: bool) -> Engi
 }
 
 /// Three groups of two, which sample 60 tokens each.
-fn submit(engine: &mut Engine, seed: u64) {
+fn submit(engine: &mut Engine, sampling: Sampling, seed: u64) {
     for group in 0..3 {
         let request = GroupRequest {
             group: GroupId(group),
@@ -52,7 +53,7 @@ fn submit(engine: &mut Engine, seed: u64) {
             size: 2,
             max_new_tokens: 60,
             stop_tokens: [].into(),
-            sampling: Sampling { temperature: 1.0, ..Sampling::GREEDY },
+            sampling,
             seed,
             return_routes: engine.captures_routes().then_some(0),
         };
@@ -74,15 +75,19 @@ fn a_decode_tick_of_a_team_allocates_nothing() {
 }
 
 fn decode(model: &ModelConfig) {
-    for (capture_routes, prefix_cache) in [(false, false), (false, true), (true, false), (true, true)] {
+    let whole = Sampling { temperature: 1.0, ..Sampling::GREEDY };
+    let cut = Sampling { top_p: 0.9, sample_top_k: 10, min_p: 0.01, ..whole };
+    for (capture_routes, prefix_cache, sampling) in
+        [(false, false, whole), (false, true, cut), (true, false, cut), (true, true, whole)]
+    {
         let mut engine = engine(model, capture_routes, prefix_cache);
         // Buffers grow with the largest batch that was seen.
-        submit(&mut engine, 1);
+        submit(&mut engine, sampling, 1);
         while engine.has_work() {
             engine.tick().unwrap();
         }
         while engine.take_finished().is_some() {}
-        submit(&mut engine, 2);
+        submit(&mut engine, sampling, 2);
         let started = allocation_counter::measure(|| {
             engine.tick().unwrap();
         });
@@ -94,7 +99,7 @@ fn decode(model: &ModelConfig) {
             });
             assert_eq!(
                 info.count_total, 0,
-                "tick {tick} allocates {} bytes, with routes: {capture_routes}, prefix cache: {prefix_cache}",
+                "tick {tick} allocates {} bytes, with routes: {capture_routes}, prefix cache: {prefix_cache}, {sampling:?}",
                 info.bytes_total
             );
         }

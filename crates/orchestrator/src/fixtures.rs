@@ -91,6 +91,7 @@ pub(crate) fn scored(group: u64, index: u32, reward: Outcome) -> Scored {
         turns: iter::once(3..5).collect(),
         rollout_logprobs: vec![-0.5, -1.5],
         versions: vec![PolicyVersion(2); 2],
+        support: None,
         routes: None,
         routes_start: 0,
         new_rows: 0,

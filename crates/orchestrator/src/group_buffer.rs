@@ -178,6 +178,7 @@ mod tests {
                 routes: None,
                 finish: FinishReason::Stop,
                 cached_tokens: 0,
+                support: None,
             };
             let meta = FrameMeta { layer_ids: &[], weight_epoch: 1, model_hash: 2, reward, mask: None };
             let mut frame = writer.reserve(frame_bytes(&rollout), Duration::ZERO).unwrap();
@@ -206,6 +207,7 @@ mod tests {
             routes: Some(RouteView::new(dims, &[0, 3]).unwrap()),
             finish: FinishReason::Stop,
             cached_tokens: 0,
+            support: None,
         };
         let reward = Reward::Score(1.0);
         let meta = FrameMeta { layer_ids: &[1, 2], weight_epoch: 1, model_hash: 2, reward, mask: None };

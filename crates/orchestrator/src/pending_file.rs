@@ -9,6 +9,7 @@ use std::path::Path;
 use r3_core::ids::{GroupId, PolicyVersion, SequenceId};
 use r3_core::rollout::{FinishReason, Reward};
 use r3_core::routes::{RouteDims, RouteRows};
+use r3_core::support::SupportRows;
 use r3_ring::frame::{Frame, FrameMeta, decode_all, encode, frame_bytes};
 use r3_scheduler::request::Finished;
 
@@ -62,6 +63,7 @@ fn append(out: &mut Vec<u8>, rollout: &Finished, layer_ids: &[u32], (reward, ori
     let n = end - rollout.prompt_tokens;
     view.tokens = &view.tokens[..end];
     (view.rollout_logprobs, view.versions) = (&view.rollout_logprobs[..n], &view.versions[..n]);
+    view.support = view.support.filter(|_| n > 0).map(|support| support.first(n));
     view.routes = view.routes.filter(|_| n > 0).map(|routes| routes.first(end - 1));
     let mask = mask.as_deref().map(|mask| &mask[..n]);
     let meta = FrameMeta { layer_ids, weight_epoch, model_hash, reward, mask };
@@ -146,6 +148,7 @@ fn rollout(frame: &Frame<'_>, routes: Option<RouteDims>) -> Finished {
         turns: turns(frame.mask(), view.prompt_tokens),
         rollout_logprobs: view.rollout_logprobs.to_vec(),
         versions: view.versions.to_vec(),
+        support: view.support.map(SupportRows::of),
         routes: rows.or(no_rows),
         routes_start: 0,
         new_rows: 0,
@@ -271,6 +274,34 @@ mod tests {
         assert_eq!(format!("{:?}", after.partial), format!("{in_flight:?}"));
         let [before, after] = [&before, &after].map(|pending| pending.kept().collect::<Vec<_>>());
         assert_eq!(format!("{after:?}"), format!("{before:?}"));
+    }
+
+    #[test]
+    fn supports_come_back_up_to_the_last_sampled_token() {
+        let (_, mut in_flight) = pending();
+        // Two turns and what was given between and after them.
+        let mut supports = SupportRows::default();
+        for support in [&[5, 8][..], &[5], &[], &[], &[2, 5], &[5, 9]] {
+            supports.push(support);
+        }
+        in_flight.truncate(1);
+        (in_flight[0].support, in_flight[0].index) = (Some(supports.clone()), 0);
+        let mut said = in_flight[0].clone();
+        said.tokens.extend([TokenId(3), TokenId(4)]);
+        said.rollout_logprobs.extend([0.0; 2]);
+        said.versions.extend([PolicyVersion(9); 2]);
+        said.routes.as_mut().unwrap().append(&[3; 2]);
+        said.support.as_mut().unwrap().fill(8);
+        let mut pending = Pending::default();
+        pending.begin(&prompt(), 1, BEGUN);
+        for in_flight in [&in_flight[0], &said] {
+            let dir = tempfile::tempdir().unwrap();
+            let in_flight = std::slice::from_ref(in_flight);
+            Snapshot::new(&pending, in_flight, &[2], Origin::default()).write(dir.path()).unwrap();
+            let expected = Expected { group_size: 1, ..EXPECTED };
+            let after = read(dir.path(), &begun(), expected, &mut prompts()).unwrap();
+            assert_eq!(after.partial[0].support, Some(supports.clone()));
+        }
     }
 
     #[test]

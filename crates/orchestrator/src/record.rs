@@ -149,6 +149,11 @@ impl StepReport<'_> {
         record.set(metrics::ROLLOUT_PARTIAL_RATIO, sampled.n_mixed as f64 / n_rollouts as f64);
         record.set(metrics::RESPONSE_LENGTH_MEAN, sampled.completion_tokens as f64 / n_rollouts as f64);
         record.set(metrics::NUM_TURNS_MEAN, sampled.turns as f64 / n_rollouts as f64);
+        if sampled.truncated_tokens > 0 {
+            let mean = sampled.kept_tokens as f64 / sampled.truncated_tokens as f64;
+            record.set(metrics::SUPPORT_SIZE_MEAN, mean);
+            record.set(metrics::SUPPORT_SIZE_MAX, f64::from(sampled.max_kept));
+        }
         record.set(metrics::RESPONSE_CLIP_RATIO, sampled.n_cut as f64 / n_rollouts as f64);
     }
 

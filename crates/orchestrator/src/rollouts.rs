@@ -232,6 +232,7 @@ fn unsampled(of: &Finished, prompt: Vec<TokenId>) -> Finished {
         turns: Vec::new(),
         rollout_logprobs: Vec::new(),
         versions: Vec::new(),
+        support: None,
         routes: of.routes.as_ref().map(|routes| RouteRows::with_capacity(routes.view().dims(), 0)),
         routes_start,
         new_rows: 0,

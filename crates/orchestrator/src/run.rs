@@ -412,6 +412,10 @@ fn announce(telemetry: &Telemetry, out: &Path, sizes: &Sizes) {
             .progress()
             .line(&format!("reference policy: {} of weights beside the trainer's", Bytes(bytes)));
     }
+    if let Some(bytes) = sizes.support_bytes {
+        let most = format!("truncated sampling: up to {} of kept tokens beside the KV memory", Bytes(bytes));
+        telemetry.progress().line(&most);
+    }
 }
 
 /// Where a run writes, and where it can be watched.
@@ -438,6 +442,9 @@ fn load_trainer(
     let policy = policy.with_precision(precision);
     let mut trainer = Trainer::new(policy, setup::objective(recipe), optimiser, temperature)
         .with_replay(setup::replay_rule(recipe));
+    if setup::truncates(recipe) {
+        trainer = trainer.with_truncated_rollouts();
+    }
     if let Some(reference) = reference {
         trainer = trainer.with_reference(reference);
     }

@@ -41,6 +41,12 @@ pub struct SampleStats {
     pub completion_tokens: u64,
     /// Turns in which those were.
     pub turns: u64,
+    /// Of those tokens, how many were drawn from a part of the vocabulary.
+    pub truncated_tokens: u64,
+    /// Tokens that those draws kept together.
+    pub kept_tokens: u64,
+    /// Most tokens that one of them kept.
+    pub max_kept: u32,
     /// Tokens of the prompts, once a group.
     pub prompt_tokens: u64,
     /// Of those, tokens found in the prefix cache.
@@ -80,6 +86,9 @@ impl SampleStats {
         self.n_mixed += other.n_mixed;
         self.completion_tokens += other.completion_tokens;
         self.turns += other.turns;
+        self.truncated_tokens += other.truncated_tokens;
+        self.kept_tokens += other.kept_tokens;
+        self.max_kept = self.max_kept.max(other.max_kept);
         self.prompt_tokens += other.prompt_tokens;
         self.cached_tokens += other.cached_tokens;
     }
@@ -105,6 +114,11 @@ impl SampleStats {
         self.n_mixed += usize::from(rollout.versions.first() != rollout.versions.last());
         self.completion_tokens += rollout.turns.iter().map(|turn| turn.len() as u64).sum::<u64>();
         self.turns += rollout.turns.len() as u64;
+        for &size in rollout.support.iter().flat_map(|support| support.view().sizes()) {
+            self.truncated_tokens += u64::from(size > 0);
+            self.kept_tokens += u64::from(size);
+            self.max_kept = self.max_kept.max(size);
+        }
         if rollout.index == 0 {
             self.prompt_tokens += rollout.prompt_tokens as u64;
             self.cached_tokens += rollout.cached_tokens as u64;
@@ -115,6 +129,7 @@ impl SampleStats {
 #[cfg(test)]
 mod tests {
     use r3_core::ids::PolicyVersion;
+    use r3_core::support::SupportRows;
 
     use super::*;
     use crate::fixtures::scored;
@@ -127,6 +142,9 @@ mod tests {
             cached_tokens: n as u64,
             completion_tokens: n as u64,
             turns: n as u64,
+            truncated_tokens: n as u64,
+            kept_tokens: 10 * n as u64,
+            max_kept: n as u32,
             reward_s: n as f64,
             kv_usage: n as f64,
             max_running: n,
@@ -143,6 +161,7 @@ mod tests {
         assert_eq!((stats.reward_s, stats.preemptions, stats.n_rollouts()), (5.0, 5, 10));
         assert_eq!((stats.kv_usage, stats.max_running, stats.max_waiting), (3.0, 3, 3));
         assert_eq!((stats.completion_tokens, stats.turns, stats.n_mixed), (5, 5, 5));
+        assert_eq!((stats.truncated_tokens, stats.kept_tokens, stats.max_kept), (5, 50, 3));
     }
 
     #[test]
@@ -158,6 +177,18 @@ mod tests {
         assert_eq!((stats.n_rollouts(), stats.n_scored, stats.score_moments()), (3, 2, (0.5, 0.0)));
         assert_eq!((stats.n_mixed, stats.n_cut), (1, 1));
         assert_eq!((stats.completion_tokens, stats.turns, stats.prompt_tokens), (6, 3, 3));
+    }
+
+    #[test]
+    fn what_draws_kept_is_counted_where_they_were_truncated() {
+        let mut scored = scored(3, 0, Reward::Score(1.0));
+        let mut supports = SupportRows::default();
+        supports.push(&[4, 7, 9]);
+        supports.push(&[]);
+        scored.rollout.support = Some(supports);
+        let mut stats = SampleStats::default();
+        stats.hand_over(&scored);
+        assert_eq!((stats.truncated_tokens, stats.kept_tokens, stats.max_kept), (1, 3, 3));
     }
 
     #[test]

@@ -17,6 +17,8 @@ pub enum InputError {
     Wire(#[from] WireError),
     #[error("the rollout has no tokens")]
     NoTokens,
+    #[error("the rollout was sampled from a part of the vocabulary, and scoring is over all of it")]
+    Truncated,
     #[error("the routes of the rollout begin at position {start}, and those before cannot be replayed")]
     PartialRoutes { start: usize },
 }
@@ -32,6 +34,7 @@ impl InputError {
             }
             Self::Wire(error) => error.hint(),
             Self::NoTokens => "put them in with `r3 routes convert IN OUT --tokens FILE`".into(),
+            Self::Truncated => "sample without top-p, top-k and min-p to compare logprobs".into(),
             Self::PartialRoutes { .. } => {
                 "sample with --routed-experts-start-len 0 to replay, or --return-routed-experts false to score freely"
                     .into()
@@ -51,7 +54,8 @@ struct Marker {
 /// Of a rollout, tokens and routes are taken; its own logprobs are what to compare the result with.
 ///
 /// # Errors
-/// If it is neither a sequence nor a whole rollout, or has routes of only a part of it.
+/// If it is neither a sequence nor a whole rollout, has routes of only a part of it, or was sampled from a truncated
+/// distribution, which its logprobs would not compare with.
 pub fn parse(line: &str, number: usize) -> Result<ScoreInput, InputError> {
     let fault = match serde_json::from_str(line) {
         Ok(input) => return Ok(input),
@@ -68,6 +72,9 @@ fn rollout(line: &str, number: usize) -> Result<ScoreInput, InputError> {
         WireError::Json { column, reason, .. } => InputError::Json { column, reason },
         error => error.into(),
     })?;
+    if record.support.is_some() {
+        return Err(InputError::Truncated);
+    }
     let tokens = record.tokens.ok_or(InputError::NoTokens)?;
     let tokens = tokens.into_iter().map(|token| token.0).collect();
     let Some(routes) = record.routes else {
@@ -123,6 +130,13 @@ mod tests {
     fn routes_of_a_part_cannot_be_replayed() {
         let error = parse(&line(1), 0).unwrap_err();
         assert!(matches!(error, InputError::PartialRoutes { start: 1 }), "{error}");
+    }
+
+    #[test]
+    fn a_truncated_rollout_is_not_scored_over_everything() {
+        let truncated = line(0).replace(r#""routed_experts""#, r#""supports":[[4,7]],"routed_experts""#);
+        let error = parse(&truncated, 0).unwrap_err();
+        assert!(matches!(error, InputError::Truncated), "{error}");
     }
 
     #[test]

@@ -138,6 +138,23 @@ pub fn objective(recipe: &Recipe) -> Objective {
     Objective::new(&recipe.algorithm, &recipe.objective, recipe.rollout.max_new_tokens)
 }
 
+/// The distribution that the recipe's tokens are drawn from.
+fn sampling(recipe: &Recipe) -> Sampling {
+    let rollout = &recipe.rollout;
+    Sampling {
+        temperature: narrow(rollout.temperature),
+        sample_top_k: rollout.sample_top_k,
+        top_p: narrow(rollout.top_p),
+        min_p: narrow(rollout.min_p),
+    }
+}
+
+/// Whether the recipe's draws are truncated, so that every token has to come with what it was drawn from.
+#[must_use]
+pub fn truncates(recipe: &Recipe) -> bool {
+    sampling(recipe).max_support(usize::MAX).is_some()
+}
+
 /// How the recipe's rollouts are sampled.
 #[must_use]
 pub fn sample_spec(recipe: &Recipe, tokenizer: &Tokenizer) -> SampleSpec {
@@ -150,12 +167,7 @@ pub fn sample_spec(recipe: &Recipe, tokenizer: &Tokenizer) -> SampleSpec {
         group_size: u32::try_from(rollout.group_size).expect("the recipe was checked"),
         max_new_tokens: rollout.max_new_tokens,
         stop_tokens,
-        sampling: Sampling {
-            temperature: narrow(rollout.temperature),
-            sample_top_k: rollout.sample_top_k,
-            top_p: narrow(rollout.top_p),
-            min_p: narrow(rollout.min_p),
-        },
+        sampling: sampling(recipe),
         seed: recipe.run.seed,
         retries: retries(&recipe.task),
         in_flight: recipe.refit.in_flight,
@@ -198,6 +210,8 @@ pub struct Sizes {
     pub max_tokens: usize,
     /// Weights of the reference policy, if the recipe has one.
     pub reference_bytes: Option<u64>,
+    /// Room for the supports of all sequences that run at once, if draws are truncated.
+    pub support_bytes: Option<u64>,
 }
 
 /// Refuses sizes that cannot hold what the recipe asks for: the longest prompt with its completion in the KV cache,
@@ -215,14 +229,17 @@ pub fn check_sizes(recipe: &Recipe, model: &ModelConfig, task: &TaskParts) -> Re
     let max_tokens = (rollout.0 + rollout.1).max(eval.0 + eval.1);
 
     let dims: Option<RouteDims> = config.capture_routes.then(|| model.route_dims());
-    let frame_bytes = max_frame_bytes(rollout.0 + rollout.1, dims);
+    let max_support = sampling(recipe).max_support(model.vocab_size);
+    let frame_bytes = max_frame_bytes(rollout.0 + rollout.1, dims, max_support);
     let n_frames = recipe.rollout.groups * recipe.rollout.group_size * max_batches(recipe);
     let needed_bytes = ring_bytes(frame_bytes, n_frames);
     if recipe.ring.bytes.0 < needed_bytes {
         return Err(RunError::RingTooSmall { ring_bytes: recipe.ring.bytes.0, needed_bytes });
     }
     let reference_bytes = recipe.objective.kl.as_ref().map(|_| 4 * model.n_parameters() as u64);
-    Ok(Sizes { memory: config.budget(model)?, max_tokens, reference_bytes })
+    let memory = config.budget(model)?;
+    let support_bytes = max_support.map(|max_support| memory.support_bytes(rollout.1, max_support));
+    Ok(Sizes { memory, max_tokens, reference_bytes, support_bytes })
 }
 
 /// Tokens of prompt and completion, all its answers included, where they are most.

@@ -5,6 +5,7 @@ use std::io;
 use std::time::Duration;
 
 use r3_core::routes::{RouteDims, RouteError};
+use r3_core::support::SupportError;
 
 /// One of the two ends of a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -149,8 +150,10 @@ pub enum SampleFault {
     Finish { byte: u8 },
     #[error("the reward is {reward} with failure flag {failed}")]
     Reward { reward: f32, failed: u8 },
-    #[error("the reserved field of its header is {reserved}")]
-    Reserved { reserved: u32 },
+    #[error("a frame of format version {format_version} cannot have {n_kept} tokens in supports")]
+    Kept { n_kept: u32, format_version: u32 },
+    #[error("{0}")]
+    Support(SupportError),
     #[error("byte {at} of the frame belongs to nothing, but is {byte:#04x}")]
     Padding { at: usize, byte: u8 },
     #[error(

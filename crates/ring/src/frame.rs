@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! header | layer_ids u32 [L] | versions u64 [N] | tokens u32 [T] | logprobs f32 [N] | mask u8 [N]
-//!        | routes [rows, L, K] | validity bitmap [rows]
+//!        | routes [rows, L, K] | validity bitmap [rows] | support sizes u32 [N] | supports u32
 //! ```
 //!
 //! Little-endian; every section starts on eight bytes. [`Frame::decode`] takes nothing on trust, so a frame
@@ -14,10 +14,13 @@ use std::ops::Range;
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::rollout::{FinishReason, Reward, RolloutView};
 use r3_core::routes::{RouteDims, RouteView};
+use r3_core::support::SupportView;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::error::{FrameError, SampleFault};
-use crate::frame_layout::{Counts, FORMAT_VERSION, HEADER_BYTES, Header, Layout, MAGIC, SECTION_ALIGN};
+use crate::frame_layout::{
+    Counts, FORMAT_VERSION, HEADER_BYTES, Header, Layout, MAGIC, SECTION_ALIGN, SUPPORT_VERSION,
+};
 
 /// What a frame says about a rollout beyond the rollout itself.
 #[derive(Clone, Copy, Debug)]
@@ -45,11 +48,12 @@ pub fn frame_bytes(rollout: &RolloutView<'_>) -> usize {
 
 /// An upper bound on [`frame_bytes`] for any rollout of at most `max_tokens` tokens: what one frame may need
 /// of a ring, to be checked before a run starts. `dims` is the shape of its route rows, `None` if replay is
-/// off.
+/// off; `max_support` the tokens that a draw keeps at most, `None` if draws are not truncated.
 #[must_use]
-pub fn max_frame_bytes(max_tokens: usize, dims: Option<RouteDims>) -> usize {
+pub fn max_frame_bytes(max_tokens: usize, dims: Option<RouteDims>, max_support: Option<usize>) -> usize {
     let routes = dims.map(|dims| (max_tokens, dims));
-    let layout = Layout::new(Counts { n_tokens: max_tokens, n_sampled: max_tokens, routes });
+    let n_kept = max_support.map_or(0, |max_support| max_tokens.saturating_mul(max_support));
+    let layout = Layout::new(Counts { n_tokens: max_tokens, n_sampled: max_tokens, routes, n_kept });
     layout.map_or(usize::MAX, |layout| layout.total_bytes)
 }
 
@@ -84,6 +88,10 @@ pub fn encode(rollout: &RolloutView<'_>, meta: &FrameMeta<'_>, out: &mut [u8]) {
         out[layout.routes].copy_from_slice(routes.bytes());
         fill_bits(&mut out[layout.validity], routes.rows());
     }
+    if let Some(support) = kept(rollout) {
+        put(&mut out[layout.support_sizes], support.sizes().iter().map(|size| size.to_le_bytes()));
+        put(&mut out[layout.support], support.ids().iter().map(|token| token.0.to_le_bytes()));
+    }
     let token_digest = xxh3_64(&out[layout.tokens]);
     let header = header(rollout, meta, layout.total_bytes, token_digest);
     out[..HEADER_BYTES].copy_from_slice(bytemuck::bytes_of(&header));
@@ -94,7 +102,18 @@ pub fn encode(rollout: &RolloutView<'_>, meta: &FrameMeta<'_>, out: &mut [u8]) {
 fn counts(rollout: &RolloutView<'_>) -> Counts {
     let n_tokens = rollout.tokens.len();
     let n_sampled = n_tokens.checked_sub(rollout.prompt_tokens).expect("the prompt is part of the tokens");
-    Counts { n_tokens, n_sampled, routes: rollout.routes.map(|routes| (routes.rows(), routes.dims())) }
+    let n_kept = kept(rollout).map_or(0, |support| support.ids().len());
+    Counts {
+        n_tokens,
+        n_sampled,
+        routes: rollout.routes.map(|routes| (routes.rows(), routes.dims())),
+        n_kept,
+    }
+}
+
+/// The supports of a rollout, if any token has one.
+fn kept<'a>(rollout: &RolloutView<'a>) -> Option<SupportView<'a>> {
+    rollout.support.filter(|support| !support.ids().is_empty())
 }
 
 /// The header without its checksum.
@@ -104,6 +123,7 @@ fn header(rollout: &RolloutView<'_>, meta: &FrameMeta<'_>, total_bytes: usize, t
     assert!(reward.is_finite(), "a score is finite, what is not has failed");
     let dims = rollout.routes.map(RouteView::dims);
     let shape = |of: fn(RouteDims) -> usize| dims.map_or(0, of);
+    let n_kept = narrow(kept(rollout).map_or(0, |support| support.ids().len()));
     Header {
         checksum: 0,
         magic: MAGIC,
@@ -117,7 +137,7 @@ fn header(rollout: &RolloutView<'_>, meta: &FrameMeta<'_>, total_bytes: usize, t
         cached_tokens: rollout.cached_tokens as u64,
         rows: rollout.routes.map_or(0, |routes| routes.rows() as u64),
         start: 0,
-        format_version: FORMAT_VERSION,
+        format_version: if n_kept > 0 { SUPPORT_VERSION } else { FORMAT_VERSION },
         index: rollout.index,
         n_layers: narrow(shape(|dims| dims.n_layers)),
         top_k: narrow(shape(|dims| dims.top_k)),
@@ -127,7 +147,7 @@ fn header(rollout: &RolloutView<'_>, meta: &FrameMeta<'_>, total_bytes: usize, t
         reward_failed: u8::from(meta.reward == Reward::Failed),
         has_routes: u8::from(dims.is_some()),
         id_bytes: dims.map_or(0, |dims| dims.width().bytes() as u8),
-        reserved: 0,
+        n_kept,
     }
 }
 
@@ -161,7 +181,8 @@ impl<'a> Frame<'a> {
     /// Checked are magic, format version, length, checksum, token digest, every count and dimension, that
     /// logprobs are finite and the mask is 0 or 1, and the route contract: layers in ascending order, one row per
     /// token that was fed (`T - 1`, or `T` if nothing was sampled), each of them written, ids in range and
-    /// distinct ([`RouteView::check`]). What belongs to nothing is 0, so a rollout has one frame: encoding what
+    /// distinct ([`RouteView::check`]); supports ascend and hold what was drawn from them ([`SupportView::check`]). What
+    /// belongs to nothing is 0, so a rollout has one frame: encoding what
     /// was decoded gives the same bytes.
     ///
     /// # Errors
@@ -238,8 +259,8 @@ fn checked_header(bytes: &[u8]) -> Result<Header, FrameError> {
     if header.magic != MAGIC {
         return Err(FrameError::NotAFrame { magic: header.magic });
     }
-    if header.format_version != FORMAT_VERSION {
-        return Err(FrameError::FormatVersion { found: header.format_version, expected: FORMAT_VERSION });
+    if !(FORMAT_VERSION..=SUPPORT_VERSION).contains(&header.format_version) {
+        return Err(FrameError::FormatVersion { found: header.format_version, expected: SUPPORT_VERSION });
     }
     if header.total_bytes != bytes.len() as u64 {
         return Err(truncated(header.total_bytes));
@@ -286,14 +307,25 @@ fn read_sample<'a>(bytes: &'a [u8], header: &Header) -> Result<Frame<'a>, Sample
         }
         None => None,
     };
+    let tokens = token_ids(typed(&bytes[layout.tokens]));
+    let support = match counts.n_kept {
+        0 => None,
+        _ => Some(checked_support(
+            bytes,
+            (layout.support_sizes, layout.support),
+            &tokens[prompt_tokens..],
+            mask,
+        )?),
+    };
     let rollout = RolloutView {
         group: GroupId(header.group),
         index: header.index,
-        tokens: token_ids(typed(&bytes[layout.tokens])),
+        tokens,
         prompt_tokens,
         rollout_logprobs,
         versions: policy_versions(typed(&bytes[layout.versions])),
         routes,
+        support,
         finish: FinishReason::from_byte(header.finish).ok_or(SampleFault::Finish { byte: header.finish })?,
         cached_tokens: usize::try_from(header.cached_tokens).expect("at most prompt_tokens"),
     };
@@ -318,8 +350,9 @@ fn checked_counts(header: &Header) -> Result<Counts, SampleFault> {
         return Err(SampleFault::Prompt { prompt_tokens, cached_tokens, n_tokens: header.n_tokens });
     }
     let n_sampled = usize::try_from(header.n_tokens - prompt_tokens).map_err(|_| lengths)?;
-    if header.reserved != 0 {
-        return Err(SampleFault::Reserved { reserved: header.reserved });
+    let n_kept = header.n_kept;
+    if (n_kept > 0) != (header.format_version == SUPPORT_VERSION) {
+        return Err(SampleFault::Kept { n_kept, format_version: header.format_version });
     }
     if header.start != 0 {
         return Err(SampleFault::Start { start: header.start });
@@ -344,7 +377,19 @@ fn checked_counts(header: &Header) -> Result<Counts, SampleFault> {
         }
         _ => return Err(refused),
     };
-    Ok(Counts { n_tokens, n_sampled, routes })
+    Ok(Counts { n_tokens, n_sampled, routes, n_kept: n_kept as usize })
+}
+
+fn checked_support<'a>(
+    bytes: &'a [u8],
+    (sizes, ids): (Range<usize>, Range<usize>),
+    drawn: &[TokenId],
+    mask: &[u8],
+) -> Result<SupportView<'a>, SampleFault> {
+    let support = SupportView::new(typed(&bytes[sizes]), token_ids(typed(&bytes[ids])));
+    let support = support.map_err(SampleFault::Support)?;
+    support.check(drawn, Some(mask)).map_err(SampleFault::Support)?;
+    Ok(support)
 }
 
 fn check_layer_ids(layer_ids: &[u32]) -> Result<(), SampleFault> {

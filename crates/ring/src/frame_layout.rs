@@ -1,4 +1,4 @@
-//! How a frame lies in its bytes: one fixed header, then seven sections, each starting on eight bytes.
+//! How a frame lies in its bytes: one fixed header, then nine sections, each starting on eight bytes.
 
 use std::ops::Range;
 
@@ -8,8 +8,10 @@ use r3_core::routes::RouteDims;
 /// `r3frame\0`, little-endian.
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"r3frame\0");
 
-/// Changes with every change of [`Header`] or [`Layout`].
+/// Changes with every change of [`Header`] or [`Layout`]. A frame without supports is as it was before there were any.
 pub(crate) const FORMAT_VERSION: u32 = 1;
+/// Of frames with supports.
+pub(crate) const SUPPORT_VERSION: u32 = 2;
 
 pub(crate) const HEADER_BYTES: usize = size_of::<Header>();
 
@@ -18,7 +20,7 @@ pub(crate) const SECTION_ALIGN: usize = 8;
 
 const _: () = assert!(HEADER_BYTES.is_multiple_of(SECTION_ALIGN) && cfg!(target_endian = "little"));
 
-/// The fixed part of a frame, little-endian. Without routes, `rows`, `n_layers`, `top_k`, `n_experts` and
+/// The fixed part of a frame, little-endian. Without supports, `n_kept` is 0. Without routes, `rows`, `n_layers`, `top_k`, `n_experts` and
 /// `id_bytes` are 0.
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 #[repr(C)]
@@ -50,8 +52,8 @@ pub(crate) struct Header {
     pub(crate) reward_failed: u8,
     pub(crate) has_routes: u8,
     pub(crate) id_bytes: u8,
-    /// 0; makes the header a multiple of eight bytes.
-    pub(crate) reserved: u32,
+    /// Tokens of all supports; every truncated draw has one or more.
+    pub(crate) n_kept: u32,
 }
 
 /// How many of everything a frame holds.
@@ -63,6 +65,8 @@ pub(crate) struct Counts {
     pub(crate) n_sampled: usize,
     /// Rows and their shape; `None` if replay is off.
     pub(crate) routes: Option<(usize, RouteDims)>,
+    /// Tokens of all supports; 0 if no draw was truncated.
+    pub(crate) n_kept: usize,
 }
 
 /// Where the sections lie, padding excluded. Padding is zero.
@@ -82,13 +86,18 @@ pub(crate) struct Layout {
     pub(crate) routes: Range<usize>,
     /// One bit per row, lowest first.
     pub(crate) validity: Range<usize>,
+    /// `u32 [N]`, with supports.
+    pub(crate) support_sizes: Range<usize>,
+    /// `u32 [n_kept]`, with supports.
+    pub(crate) support: Range<usize>,
     pub(crate) total_bytes: usize,
 }
 
 impl Layout {
-    /// `None` if the frame would not fit the address space.
+    /// `None` if the frame would not fit the address space, or its supports are more than its header can count.
     pub(crate) fn new(counts: Counts) -> Option<Self> {
-        let Counts { n_tokens, n_sampled, routes } = counts;
+        let Counts { n_tokens, n_sampled, routes, n_kept } = counts;
+        u32::try_from(n_kept).ok()?;
         let (rows, n_layers, row_bytes) = match routes {
             Some((rows, dims)) => (rows, dims.n_layers, row_bytes(dims)?),
             None => (0, 0, 0),
@@ -108,18 +117,22 @@ impl Layout {
             mask: section(n_sampled, 1)?,
             routes: section(rows, row_bytes)?,
             validity: section(rows.div_ceil(8), 1)?,
+            support_sizes: section(if n_kept > 0 { n_sampled } else { 0 }, size_of::<u32>())?,
+            support: section(n_kept, size_of::<u32>())?,
             total_bytes: end,
         })
     }
 
     /// The sections in the order in which they lie.
-    pub(crate) fn sections(&self) -> [Range<usize>; 7] {
+    pub(crate) fn sections(&self) -> [Range<usize>; 9] {
         let Self { layer_ids, versions, tokens, logprobs, mask, routes, validity, .. } = self;
-        [layer_ids, versions, tokens, logprobs, mask, routes, validity].map(Range::clone)
+        let Self { support_sizes, support, .. } = self;
+        [layer_ids, versions, tokens, logprobs, mask, routes, validity, support_sizes, support]
+            .map(Range::clone)
     }
 
     /// The bytes behind each section that belong to nothing.
-    pub(crate) fn padding(&self) -> [Range<usize>; 7] {
+    pub(crate) fn padding(&self) -> [Range<usize>; 9] {
         self.sections().map(|section| section.end..section.end.next_multiple_of(SECTION_ALIGN))
     }
 }
@@ -135,8 +148,9 @@ mod tests {
     #[test]
     fn sections_are_aligned_and_do_not_overlap() {
         let dims = RouteDims { n_layers: 3, top_k: 3, n_experts: 300 };
-        for n_sampled in 0..20 {
-            let counts = Counts { n_tokens: n_sampled + 5, n_sampled, routes: Some((n_sampled + 4, dims)) };
+        for (n_sampled, n_kept) in (0..20).flat_map(|n| [(n, 0), (n, 3 * n)]) {
+            let routes = Some((n_sampled + 4, dims));
+            let counts = Counts { n_tokens: n_sampled + 5, n_sampled, routes, n_kept };
             let layout = Layout::new(counts).unwrap();
             let mut end = HEADER_BYTES;
             for (section, padding) in layout.sections().into_iter().zip(layout.padding()) {
@@ -146,14 +160,19 @@ mod tests {
             }
             assert_eq!(layout.total_bytes, end);
             assert_eq!(layout.routes.len(), (n_sampled + 4) * 18);
+            let supports = (layout.support_sizes.len(), layout.support.len());
+            assert_eq!(supports, if n_kept > 0 { (4 * n_sampled, 4 * n_kept) } else { (0, 0) });
         }
     }
 
     #[test]
     fn a_frame_beyond_the_address_space_has_no_layout() {
         let dims = RouteDims { n_layers: usize::MAX / 2, top_k: 3, n_experts: 4 };
-        assert!(Layout::new(Counts { n_tokens: 1, n_sampled: 0, routes: Some((1, dims)) }).is_none());
-        assert!(Layout::new(Counts { n_tokens: usize::MAX / 3, n_sampled: 0, routes: None }).is_none());
-        assert!(Layout::new(Counts { n_tokens: 0, n_sampled: usize::MAX - 200, routes: None }).is_none());
+        let small = Counts { n_tokens: 1, n_sampled: 1, routes: None, n_kept: 0 };
+        assert!(Layout::new(small).is_some());
+        assert!(Layout::new(Counts { routes: Some((1, dims)), ..small }).is_none());
+        assert!(Layout::new(Counts { n_tokens: usize::MAX / 3, ..small }).is_none());
+        assert!(Layout::new(Counts { n_sampled: usize::MAX - 200, ..small }).is_none());
+        assert!(Layout::new(Counts { n_kept: 1 << 32, ..small }).is_none());
     }
 }

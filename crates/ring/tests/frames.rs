@@ -3,15 +3,17 @@
 mod common;
 
 use common::{Sample, Shape};
-use proptest::prelude::{Strategy, any, prop, prop_assert, prop_assert_eq, proptest};
+use proptest::prelude::{Just, Strategy, any, prop, prop_assert, prop_assert_eq, prop_oneof, proptest};
+use r3_core::ids::TokenId;
 use r3_core::rollout::Reward;
 use r3_core::routes::{RouteDims, RouteError, RouteRows};
+use r3_core::support::{SupportError, SupportRows, SupportView};
 use r3_ring::error::{FrameError, SampleFault};
 use r3_ring::frame::{Frame, FrameMeta, decode_all, encode, frame_bytes, max_frame_bytes};
 use xxhash_rust::xxh3::xxh3_64;
 
 const DIMS: RouteDims = RouteDims { n_layers: 2, top_k: 2, n_experts: 8 };
-const SHAPE: Shape = Shape { prompt_tokens: 3, n_sampled: 8, routes: Some(DIMS) };
+const SHAPE: Shape = Shape { prompt_tokens: 3, n_sampled: 8, routes: Some(DIMS), max_support: 0 };
 
 /// Where the fields of the header lie.
 const TOKEN_DIGEST: usize = 40;
@@ -98,18 +100,24 @@ fn shapes() -> impl Strategy<Value = Shape> {
         let n_experts = (top_k + more).max(2);
         RouteDims { n_layers, top_k, n_experts }
     });
-    (1usize..40, 0usize..40, prop::option::of(dims)).prop_map(|(prompt_tokens, n_sampled, routes)| Shape {
-        prompt_tokens,
-        n_sampled,
-        routes,
-    })
+    let max_support = prop_oneof![1 => Just(0), 2 => 1usize..9];
+    (1usize..40, 0usize..40, prop::option::of(dims), max_support).prop_map(
+        |(prompt_tokens, n_sampled, routes, max_support)| Shape {
+            prompt_tokens,
+            n_sampled,
+            routes,
+            max_support,
+        },
+    )
 }
 
 proptest! {
     #[test]
     fn a_rollout_comes_out_as_it_went_in(group in any::<u32>(), shape in shapes()) {
-        let sample = Sample::new(group.into(), shape);
+        let mut sample = Sample::new(group.into(), shape);
         let frame = encoded(&sample);
+        // Supports of which every row is empty are none.
+        sample.support = sample.support.filter(|support| !support.view().ids().is_empty());
         let decoded = Frame::decode(frame.bytes()).unwrap();
         prop_assert_eq!(format!("{:?}", decoded.rollout()), format!("{:?}", sample.rollout()));
         prop_assert_eq!(decoded.layer_ids(), &sample.layer_ids);
@@ -123,8 +131,12 @@ proptest! {
     fn the_bound_holds_and_is_tight(group in any::<u32>(), shape in shapes()) {
         let n_tokens = shape.prompt_tokens + shape.n_sampled;
         let actual = frame_bytes(&Sample::new(group.into(), shape).rollout());
-        let bound = max_frame_bytes(n_tokens, shape.routes);
+        let max_support = Some(shape.max_support).filter(|&max_support| max_support > 0);
+        let bound = max_frame_bytes(n_tokens, shape.routes, max_support);
         prop_assert!(actual <= bound);
+        if max_support.is_some() {
+            return Ok(());
+        }
         // What the bound adds is the prompt's share of versions, logprobs and mask, and padding.
         let row_bytes = shape.routes.map_or(0, RouteDims::row_bytes);
         prop_assert!(bound - actual <= 13 * shape.prompt_tokens + row_bytes + 7 * 8);
@@ -166,13 +178,15 @@ proptest! {
             prop_assert_eq!(rollout.completion().len(), rollout.versions.len());
             let rows = rollout.tokens.len() - usize::from(!rollout.versions.is_empty());
             prop_assert!(rollout.routes.is_none_or(|routes| routes.check(rows).is_ok()));
+            let is_of = |support: SupportView<'_>| support.check(rollout.completion(), Some(decoded.mask()));
+            prop_assert!(rollout.support.is_none_or(|support| is_of(support).is_ok()));
         }
     }
 }
 
 #[test]
 fn every_changed_byte_is_refused() {
-    let mut frame = encoded(&Sample::new(5, SHAPE));
+    let mut frame = encoded(&Sample::new(5, Shape { max_support: 4, ..SHAPE }));
     for at in 0..frame.n_bytes {
         for flip in [1, 0x80, 0xff] {
             frame.bytes_mut()[at] ^= flip;
@@ -206,7 +220,9 @@ fn a_frame_off_its_alignment_is_refused() {
 #[test]
 fn another_format_is_named() {
     assert!(matches!(forged(8, b"R"), FrameError::NotAFrame { .. }));
-    assert_eq!(forged(96, &[2]), FrameError::FormatVersion { found: 2, expected: 1 });
+    for found in [0, 3] {
+        assert_eq!(forged(96, &[found]), FrameError::FormatVersion { found: found.into(), expected: 2 });
+    }
 }
 
 #[test]
@@ -269,7 +285,8 @@ fn forged_fields_are_named() {
     assert_eq!(fault(forged(FINISH + 1, &[1])), SampleFault::Reward { reward: 0.5, failed: 1 });
     assert!(matches!(fault(forged(FINISH + 2, &[0])), SampleFault::Dims { .. }));
     assert!(matches!(fault(forged(FINISH + 3, &[2])), SampleFault::Dims { id_bytes: 2, .. }));
-    assert_eq!(fault(forged(FINISH + 4, &[1])), SampleFault::Reserved { reserved: 1 });
+    assert_eq!(fault(forged(FINISH + 4, &[1])), SampleFault::Kept { n_kept: 1, format_version: 1 });
+    assert_eq!(fault(forged(96, &[2])), SampleFault::Kept { n_kept: 0, format_version: 2 });
 }
 
 #[test]
@@ -303,6 +320,49 @@ fn layers_that_do_not_ascend_are_refused() {
     }
 }
 
+/// The rollout of [`SHAPE`] with `support` of its last token.
+fn with_support(support: &[u32]) -> Sample {
+    let mut sample = Sample::new(5, SHAPE);
+    (sample.tokens[10], sample.mask) = (TokenId(40), vec![1; 8]);
+    let mut supports = SupportRows::default();
+    supports.fill(7);
+    supports.push(support);
+    sample.support = Some(supports);
+    sample
+}
+
+#[test]
+fn a_support_that_contradicts_its_token_is_refused() {
+    let refused = |sample: &Sample| fault(Frame::decode(encoded(sample).bytes()).unwrap_err());
+    assert!(Frame::decode(encoded(&with_support(&[3, 40])).bytes()).is_ok());
+    let missing = SupportError::Missing { row: 7, token: TokenId(40) };
+    assert_eq!(refused(&with_support(&[3, 41])), SampleFault::Support(missing));
+    let order = SupportError::Order { row: 7, token: TokenId(3), before: TokenId(40) };
+    assert_eq!(refused(&with_support(&[40, 3])), SampleFault::Support(order));
+    let mut given = with_support(&[40]);
+    given.mask[7] = 0;
+    assert_eq!(refused(&given), SampleFault::Support(SupportError::Given { row: 7 }));
+    // The size of the last support, in front of its two tokens.
+    let mut frame = encoded(&with_support(&[3, 40]));
+    let at = frame.n_bytes - 8 - 4;
+    frame.bytes_mut()[at] = 1;
+    frame.seal();
+    let ids = SampleFault::Support(SupportError::Ids { ids: 2, needed_ids: 1 });
+    assert_eq!(fault(Frame::decode(frame.bytes()).unwrap_err()), ids);
+}
+
+#[test]
+fn without_a_truncated_draw_a_frame_is_as_if_there_were_none() {
+    let plain = Sample::new(5, SHAPE);
+    let mut empty = plain.clone();
+    let mut supports = SupportRows::default();
+    supports.fill(8);
+    empty.support = Some(supports);
+    assert_eq!(encoded(&empty).bytes(), encoded(&plain).bytes());
+    assert_eq!(encoded(&plain).bytes()[96], 1, "the format of before");
+    assert_eq!(encoded(&with_support(&[40])).bytes()[96], 2);
+}
+
 #[test]
 fn a_failed_reward_is_zero_and_not_minus_zero() {
     let mut sample = Sample::new(5, SHAPE);
@@ -316,7 +376,7 @@ fn a_failed_reward_is_zero_and_not_minus_zero() {
 
 #[test]
 fn nothing_sampled_needs_a_row_for_every_token() {
-    let shape = Shape { prompt_tokens: 4, n_sampled: 0, routes: Some(DIMS) };
+    let shape = Shape { prompt_tokens: 4, n_sampled: 0, routes: Some(DIMS), max_support: 0 };
     let frame = encoded(&Sample::new(5, shape));
     assert_eq!(Frame::decode(frame.bytes()).unwrap().rollout().routes.unwrap().rows(), 4);
 }

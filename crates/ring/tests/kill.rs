@@ -25,7 +25,15 @@ fn sample(n: u64) -> Sample {
     let dims = RouteDims { n_layers: 3, top_k: 2, n_experts: 16 };
     let prompt_tokens = 1 + random.below(100) as usize;
     let n_sampled = random.below(500) as usize;
-    Sample::new(n, Shape { prompt_tokens, n_sampled, routes: random.below(3).checked_sub(1).map(|_| dims) })
+    Sample::new(
+        n,
+        Shape {
+            prompt_tokens,
+            n_sampled,
+            routes: random.below(3).checked_sub(1).map(|_| dims),
+            max_support: 0,
+        },
+    )
 }
 
 /// Starts `role` (a test of this file) in a process of its own, with `ring` at hand.

@@ -21,7 +21,7 @@ impl Scheduler {
     ///    tokens fill, and nobody else holds or finds the block it writes next.
     /// 4. Running sequences are in order of age and at most `max_running`.
     /// 5. Every computed slot has a readable route row.
-    /// 6. A sequence that sampled in this turn has rows, in its trace or behind that in its slots, up to `T - 1`, one logprob and one version per token after
+    /// 6. A sequence that sampled in this turn has rows, in its trace or behind that in its slots, up to `T - 1`, one logprob, one version and, if its draws are truncated, one support per token after
     ///    the prompt, turns that ascend, and is not done. No row under which a logprob was emitted is ever missing.
     /// 7. A family exists while a member waits for or computes the shared prompt; its leader runs.
     /// 8. A finished request has the rows of its contract: up to `T - 1`, or to `T` if nothing was to be sampled.
@@ -79,6 +79,10 @@ impl Scheduler {
         let n_after_prompt = sequence.tokens.len() - sequence.prompt_tokens;
         assert_eq!(sequence.rollout_logprobs.len(), n_after_prompt, "sequence {id}: logprobs");
         assert_eq!(sequence.versions.len(), n_after_prompt, "sequence {id}: versions");
+        if let Some(support) = &sequence.support {
+            let checked = support.view().check(&sequence.tokens[sequence.prompt_tokens..], None);
+            assert_eq!(checked, Ok(()), "sequence {id}: supports");
+        }
         let is_ascending = sequence.turns.windows(2).all(|pair| pair[0].end < pair[1].start);
         let is_inside = sequence.turns.iter().all(|turn| {
             !turn.is_empty() && turn.start >= sequence.prompt_tokens && turn.end <= sequence.tokens.len()

@@ -303,6 +303,7 @@ mod tests {
             max_new_tokens,
             stop_tokens: Arc::new([]),
             prompt_logprobs: false,
+            max_support: None,
             return_routes: None,
         }
     }

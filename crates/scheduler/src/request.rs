@@ -6,6 +6,7 @@ use std::sync::Arc;
 use r3_core::ids::{GroupId, PolicyVersion, SequenceId, TokenId};
 use r3_core::rollout::{FinishReason, RolloutView};
 use r3_core::routes::RouteRows;
+use r3_core::support::SupportRows;
 
 use crate::error::SchedulerError;
 
@@ -26,6 +27,9 @@ pub struct Request {
     /// Position of the first route row the request is given back, at most the prompt's length; `None` for none. Other
     /// engines call these `routed_experts_start_len` and `return_routed_experts`.
     pub return_routes: Option<usize>,
+    /// Tokens that a draw keeps at most, if draws are truncated: what each one kept is then recorded, and room for it is
+    /// made when the request starts. `None` draws from all of the vocabulary and records nothing.
+    pub max_support: Option<usize>,
 }
 
 /// How far a rollout that is taken up again may go.
@@ -35,6 +39,8 @@ pub struct Limits {
     pub max_new_tokens: usize,
     /// Any of these ends the turn, as its last token.
     pub stop_tokens: Arc<[TokenId]>,
+    /// As a request's.
+    pub max_support: Option<usize>,
 }
 
 /// Rollouts that could not be taken up again: whole, as they came.
@@ -95,6 +101,9 @@ pub struct Finished {
     pub rollout_logprobs: Vec<f32>,
     /// `[T - P]`: the version that sampled each token.
     pub versions: Vec<PolicyVersion>,
+    /// `[T - P]` rows: the tokens that each token was drawn from, empty for all of the vocabulary and for given tokens;
+    /// `None` if no draw was truncated.
+    pub support: Option<SupportRows>,
     /// Routes by position from `routes_start` on; `None` if the request wants none. They end at `T - 1` if the turn
     /// sampled a token, at `T` if its `max_new_tokens` was 0, and where it got to if it was aborted before either.
     pub routes: Option<RouteRows>,
@@ -145,6 +154,7 @@ impl Finished {
             rollout_logprobs: &self.rollout_logprobs,
             versions: &self.versions,
             routes: self.routes.as_ref().map(RouteRows::view),
+            support: self.support.as_ref().map(SupportRows::view),
             finish: self.finish,
             cached_tokens: self.cached_tokens,
         }

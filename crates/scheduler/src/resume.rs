@@ -5,6 +5,7 @@ use std::ops::Range;
 use r3_core::ids::{SequenceId, TokenId};
 use r3_core::rollout::FinishReason;
 use r3_core::routes::RouteRows;
+use r3_core::support::SupportRows;
 
 use crate::error::SchedulerError;
 use crate::request::{Finished, Limits, Refused};
@@ -148,6 +149,7 @@ impl Scheduler {
             ("prompt tokens", prompt_tokens.min(n_tokens), prompt_tokens),
             ("logprobs", rollout.rollout_logprobs.len(), n_after_prompt),
             ("versions", rollout.versions.len(), n_after_prompt),
+            ("supports", rollout.support.as_ref().map_or(n_after_prompt, SupportRows::rows), n_after_prompt),
             ("turns within its tokens", n_turns, rollout.turns.len()),
             ("expert ids in a route row", row_ids, own_ids),
             ("route rows of sampled tokens", rows.min(needed_rows), needed_rows),
@@ -194,12 +196,13 @@ mod tests {
             max_new_tokens,
             stop_tokens: Arc::new([]),
             prompt_logprobs: false,
+            max_support: None,
             return_routes: Some(0),
         }
     }
 
     fn limits(max_new_tokens: usize) -> Limits {
-        Limits { max_new_tokens, stop_tokens: Arc::new([]) }
+        Limits { max_new_tokens, stop_tokens: Arc::new([]), max_support: None }
     }
 
     /// One tick under the weights of `version`, which route everything to the expert of their number.
@@ -356,6 +359,13 @@ mod tests {
         let misshapen = SchedulerError::Misshapen { group, index: 0, what: "versions", n: 1, expected: 2 };
         assert_eq!(error, misshapen);
         rollout.versions.push(PolicyVersion(1));
+        let mut short = SupportRows::default();
+        short.push(&[9]);
+        rollout.support = Some(short);
+        let (error, mut rollout) = refuse_turn(&mut scheduler, rollout, &given, &limits(1));
+        let misshapen = SchedulerError::Misshapen { group, index: 0, what: "supports", n: 1, expected: 2 };
+        assert_eq!(error, misshapen);
+        rollout.support = None;
         rollout.routes.as_mut().unwrap().truncate(1);
         let (error, _) = refuse_turn(&mut scheduler, rollout, &given, &limits(1));
         assert!(matches!(error, SchedulerError::Misshapen { n: 1, expected: 3, .. }), "{error}");
@@ -364,6 +374,94 @@ mod tests {
             SchedulerError::NothingToResume
         ));
         assert!(!scheduler.has_work());
+    }
+
+    /// One tick whose draws keep token 9 and the token of their version's number.
+    fn truncated_tick(scheduler: &mut Scheduler, version: u32) {
+        assert!(scheduler.plan());
+        scheduler.record(&vec![0; scheduler.tick_plan().n_tokens()]);
+        let sampling: Vec<_> = scheduler.tick_plan().samples.iter().map(|site| site.sequence).collect();
+        sampling.iter().for_each(|&sequence| scheduler.record_support(sequence, &[version, 9]));
+        let sample = |sequence| Sample { sequence, token: TokenId(9), logprob: -1.0 };
+        let samples: Vec<_> = sampling.into_iter().map(sample).collect();
+        scheduler.advance(&samples, PolicyVersion(version.into()));
+        scheduler.check();
+    }
+
+    fn support_sizes(rollout: &Finished) -> Vec<u32> {
+        rollout.support.as_ref().unwrap().view().sizes().to_vec()
+    }
+
+    #[test]
+    fn supports_go_along_through_retraction_abort_resumption_and_the_next_turn() {
+        let truncated = |max_new_tokens| Limits { max_support: Some(2), ..limits(max_new_tokens) };
+        let mut scheduler = scheduler();
+        let request = Request { max_support: Some(2), ..request(&[1, 2, 3], 4) };
+        let id = scheduler.submit(&request).unwrap();
+        truncated_tick(&mut scheduler, 1);
+        assert!(scheduler.retract(id));
+        truncated_tick(&mut scheduler, 2);
+        let copy = scheduler.in_flight().remove(0);
+        assert_eq!(support_sizes(&copy), [2, 2]);
+        scheduler.abort(id);
+        let aborted = scheduler.take_finished().unwrap();
+        scheduler.resume(vec![aborted], &truncated(4)).unwrap();
+        (3..5).for_each(|version| truncated_tick(&mut scheduler, version));
+        let turn = scheduler.take_finished().unwrap();
+        scheduler.next_turn(turn, &[TokenId(7)], &truncated(2)).unwrap();
+        (5..7).for_each(|version| truncated_tick(&mut scheduler, version));
+        let finished = scheduler.take_finished().unwrap();
+        assert_eq!(support_sizes(&finished), [2, 2, 2, 2, 0, 2, 2], "a given token was not drawn");
+        let kept: Vec<u32> = finished.support.unwrap().view().ids().iter().map(|token| token.0).collect();
+        assert_eq!(kept, [1, 2, 3, 4, 5, 6].map(|version| [version, 9]).concat());
+    }
+
+    #[test]
+    fn tokens_of_before_and_after_truncation_were_drawn_from_everything() {
+        let mut scheduler = scheduler();
+        scheduler.submit(&request(&[1, 2, 3], 2)).unwrap();
+        let whole = ended(&mut scheduler, 1);
+        assert_eq!(whole.support, None);
+        let truncated = Limits { max_support: Some(2), ..limits(1) };
+        scheduler.next_turn(whole, &[TokenId(7)], &truncated).unwrap();
+        truncated_tick(&mut scheduler, 2);
+        let mixed = scheduler.take_finished().unwrap();
+        assert_eq!(support_sizes(&mixed), [0, 0, 0, 2]);
+        scheduler.next_turn(mixed, &[TokenId(7)], &limits(1)).unwrap();
+        assert_eq!(support_sizes(&ended(&mut scheduler, 3)), [0, 0, 0, 2, 0, 0]);
+    }
+
+    #[test]
+    fn a_truncated_draw_whose_support_is_not_there_is_a_bug_that_shows() {
+        let panics = |supports: &[&[u32]]| {
+            let mut scheduler = scheduler();
+            let request = Request { max_support: Some(2), ..request(&[1, 2, 3], 4) };
+            let sequence = scheduler.submit(&request).unwrap();
+            assert!(scheduler.plan());
+            scheduler.record(&vec![0; scheduler.tick_plan().n_tokens()]);
+            let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                supports.iter().for_each(|support| scheduler.record_support(sequence, support));
+                let sample = Sample { sequence, token: TokenId(9), logprob: -1.0 };
+                scheduler.advance(&[sample], PolicyVersion(1));
+            }));
+            panic.is_err()
+        };
+        assert!(!panics(&[&[4, 9]]));
+        assert!(panics(&[]) && panics(&[&[9], &[9]]), "none, and one too many");
+        assert!(panics(&[&[4, 5]]), "it lacks the token");
+        assert!(panics(&[&[4, 5, 9]]), "it is more than there is room for");
+    }
+
+    #[test]
+    fn a_tick_that_is_given_up_leaves_no_support_behind() {
+        let mut scheduler = scheduler();
+        let request = Request { max_support: Some(2), ..request(&[1, 2, 3], 4) };
+        let sequence = scheduler.submit(&request).unwrap();
+        truncated_tick(&mut scheduler, 1);
+        assert!(scheduler.plan());
+        scheduler.record_support(sequence, &[9]);
+        scheduler.abort_all();
+        assert_eq!(support_sizes(&scheduler.take_finished().unwrap()), [2]);
     }
 
     #[test]

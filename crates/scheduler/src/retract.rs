@@ -93,6 +93,7 @@ mod tests {
                 max_new_tokens: 4,
                 stop_tokens: Arc::new([]),
                 prompt_logprobs: false,
+                max_support: None,
                 return_routes: Some(0),
             };
             scheduler.submit(&request).unwrap();

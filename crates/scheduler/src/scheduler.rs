@@ -283,11 +283,21 @@ impl Scheduler {
         held.extend_from_slice(logprobs.get(known..).unwrap_or_default());
     }
 
+    /// Stores what the token that `sequence` samples in this tick was drawn from: `kept`, ascending, are the tokens that
+    /// truncation left. Called for every sample of a request that has a `max_support`.
+    ///
+    /// # Panics
+    /// Outside a tick, if the request has none, or if it keeps fewer.
+    pub fn record_support(&mut self, sequence: SequenceId, kept: &[u32]) {
+        assert!(self.is_in_tick, "supports are recorded between `plan` and `advance`");
+        self.sequences.get_mut(&sequence).expect("planned sequences exist").record_support(kept);
+    }
+
     /// Ends the tick: `samples` answers the plan's sample sites in their order, and `version` made them.
     ///
     /// # Panics
     /// Outside a tick, if the samples are not those of the plan, or if routes are on and were not recorded: a row that
-    /// is not there must never be taken for expert 0.
+    /// is not there must never be taken for expert 0. Also if the support of a truncated draw was not recorded.
     pub fn advance(&mut self, samples: &[Sample], version: PolicyVersion) {
         assert!(self.is_in_tick, "`advance` ends what `plan` began");
         assert!(self.config.routes.is_none() || self.is_recorded, "a tick whose routes were not recorded");
@@ -322,7 +332,11 @@ impl Scheduler {
 
     /// The next request that ended, in the order in which they did.
     pub fn take_finished(&mut self) -> Option<Finished> {
-        self.finished.pop_front()
+        let mut finished = self.finished.pop_front()?;
+        if let Some(support) = &mut finished.support {
+            support.shrink_to_fit(); // Room was made for the most that every draw may keep.
+        }
+        Some(finished)
     }
 
     /// Takes a request back: it ends with what it has. `false` if it is not here (any more).
@@ -483,6 +497,7 @@ mod tests {
             max_new_tokens,
             stop_tokens: Arc::new([TokenId(0)]),
             prompt_logprobs: false,
+            max_support: None,
             return_routes: None,
         }
     }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use r3_core::ids::{BlockId, GroupId, PolicyVersion, SequenceId, TokenId};
 use r3_core::rollout::FinishReason;
 use r3_core::routes::RouteDims;
+use r3_core::support::SupportRows;
 
 use crate::kv_memory::{Hit, KvMemory};
 use crate::prefix_cache::Prefix;
@@ -45,12 +46,16 @@ pub(crate) struct Sequence {
     turn_start: usize,
     /// End of the trace that came along from earlier turns or attempts.
     inherited_rows: usize,
+    /// Tokens that a draw keeps at most, if draws are truncated.
+    max_support: Option<usize>,
 
     pub(crate) tokens: Vec<TokenId>,
     /// Positions sampled, one range for each turn.
     pub(crate) turns: Vec<Range<usize>>,
     pub(crate) rollout_logprobs: Vec<f32>,
     pub(crate) versions: Vec<PolicyVersion>,
+    /// What the tokens after the prompt were drawn from; inside a tick also the one that is drawn in it.
+    pub(crate) support: Option<SupportRows>,
     pub(crate) prompt_logprobs: Option<Vec<f32>>,
     pub(crate) trace: Option<Trace>,
     pub(crate) cached_tokens: usize,
@@ -80,10 +85,12 @@ impl Sequence {
             prompt_tokens: request.prompt.len(),
             turn_start: request.prompt.len(),
             inherited_rows: 0,
+            max_support: request.max_support,
             tokens: request.prompt.to_vec(),
             turns: Vec::new(),
             rollout_logprobs: Vec::new(),
             versions: Vec::new(),
+            support: request.max_support.map(|_| SupportRows::default()),
             prompt_logprobs: request.prompt_logprobs.then(Vec::new),
             trace: routes.zip(request.return_routes).map(|(dims, start)| Trace::new(dims, start)),
             cached_tokens: 0,
@@ -112,10 +119,12 @@ impl Sequence {
             prompt_tokens: rollout.prompt_tokens,
             turn_start: rollout.tokens.len() - rollout.n_sampled_in_last_turn(),
             inherited_rows: 0,
+            max_support: limits.max_support,
             tokens: rollout.tokens,
             turns: rollout.turns,
             rollout_logprobs: rollout.rollout_logprobs,
             versions: rollout.versions,
+            support: rollout.support.or_else(|| limits.max_support.map(|_| SupportRows::default())),
             prompt_logprobs: rollout.prompt_logprobs,
             trace: rollout.routes.map(|rows| Trace::of(start, rows)),
             cached_tokens: rollout.cached_tokens,
@@ -124,6 +133,7 @@ impl Sequence {
             computed: 0,
             published: Published::NOTHING,
         };
+        sequence.fill_support();
         sequence.drop_unemitted();
         sequence.inherited_rows = sequence.trace_end();
         sequence
@@ -135,6 +145,7 @@ impl Sequence {
         self.tokens.extend_from_slice(given);
         self.rollout_logprobs.resize(self.rollout_logprobs.len() + given.len(), 0.0);
         self.versions.resize(self.versions.len() + given.len(), version);
+        self.fill_support();
         self.turn_start = self.tokens.len();
     }
 
@@ -186,6 +197,9 @@ impl Sequence {
         self.tokens.reserve(n);
         self.rollout_logprobs.reserve(n);
         self.versions.reserve(n);
+        if let Some(support) = &mut self.support {
+            support.reserve(n, self.max_support.unwrap_or(0));
+        }
         let n_blocks = (self.tokens.len() + n).div_ceil(block_tokens);
         self.blocks.reserve(n_blocks.saturating_sub(self.blocks.len()));
     }
@@ -213,6 +227,23 @@ impl Sequence {
         }
     }
 
+    /// Notes what the token that is drawn in this tick was drawn from.
+    ///
+    /// # Panics
+    /// If the request's draws are not truncated, or keep fewer.
+    pub(crate) fn record_support(&mut self, kept: &[u32]) {
+        let max_support = self.max_support.expect("the draws of the request are truncated");
+        assert!(kept.len() <= max_support, "a draw keeps {} tokens, not more than {max_support}", kept.len());
+        self.support.as_mut().expect("truncated draws have supports").push(kept);
+    }
+
+    /// Gives tokens that were not drawn by this request's truncated draws the support they have: none.
+    fn fill_support(&mut self) {
+        if let Some(support) = &mut self.support {
+            support.fill(self.versions.len());
+        }
+    }
+
     /// Appends a sampled token; says why this was the last, if it was.
     pub(crate) fn push(
         &mut self,
@@ -228,11 +259,23 @@ impl Sequence {
         self.tokens.push(token);
         self.rollout_logprobs.push(logprob);
         self.versions.push(version);
+        self.check_support(token);
         if self.stop_tokens.contains(&token) {
             Some(FinishReason::Stop)
         } else {
             (self.n_sampled() == self.max_new_tokens).then_some(FinishReason::Length)
         }
+    }
+
+    /// Asserts that the support of `token`, which was sampled last, is there.
+    fn check_support(&mut self, token: TokenId) {
+        if self.max_support.is_none() {
+            return self.fill_support();
+        }
+        let support = self.support.as_ref().expect("truncated draws have supports");
+        assert_eq!(support.rows(), self.versions.len(), "a truncated draw whose support was not recorded");
+        let last = support.last().unwrap_or_default();
+        assert!(last.binary_search(&token).is_ok(), "token {token} was not drawn from its support");
     }
 
     /// Copies into the trace what it lacks of the rows of computed positions.
@@ -288,6 +331,9 @@ impl Sequence {
             trace.truncate(max_rows);
         }
         let routes_start = self.trace.as_ref().map_or(0, Trace::start);
+        if let Some(support) = &mut self.support {
+            support.truncate(self.versions.len());
+        }
         Finished {
             sequence: self.id,
             group: self.group,
@@ -298,6 +344,7 @@ impl Sequence {
             turns: self.turns,
             rollout_logprobs: self.rollout_logprobs,
             versions: self.versions,
+            support: self.support,
             routes: self.trace.map(Trace::into_rows),
             routes_start,
             prompt_logprobs: self.prompt_logprobs,
@@ -321,6 +368,7 @@ mod tests {
             max_new_tokens: 2,
             stop_tokens: [TokenId(0)].into(),
             prompt_logprobs,
+            max_support: None,
             return_routes: Some(0),
         };
         Sequence::new((SequenceId(0), SequenceId(0)), 0, &request, Some(DIMS))

@@ -44,6 +44,7 @@ fn prefill(scheduler: &mut Scheduler, prompt: &Arc<[TokenId]>, return_routes: Op
         max_new_tokens: 0,
         stop_tokens: [].into(),
         prompt_logprobs: false,
+        max_support: None,
         return_routes,
     };
     scheduler.submit(&request).unwrap();

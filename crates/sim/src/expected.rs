@@ -8,6 +8,7 @@ use r3_core::rollout::FinishReason;
 use r3_core::routes::RouteView;
 use r3_scheduler::request::Finished;
 
+use crate::hash_engine::support_of;
 use crate::program::Reach;
 use crate::subject::Prefill;
 
@@ -127,6 +128,7 @@ impl Expected {
         assert_eq!(finished.turns, self.turns, "{who}: turns");
         assert_eq!(bits(&finished.rollout_logprobs), bits(&self.rollout_logprobs), "{who}: logprobs");
         assert_eq!(finished.mask(), self.mask(), "{who}: mask");
+        self.assert_supports(finished);
         let mut versions = self.versions.clone();
         let end = finished.view().routes.map_or(0, |routes| finished.routes_start + routes.rows());
         if self.turns.is_empty() || end > self.emitted_end() {
@@ -161,6 +163,19 @@ impl Expected {
         let mask: Vec<u8> =
             (self.prompt_tokens..self.tokens.len()).map(|position| u8::from(is_sampled(position))).collect();
         mask.contains(&0).then_some(mask)
+    }
+
+    /// Compares every support with that of its position; an engine that cuts nothing has none.
+    fn assert_supports(&self, finished: &Finished) {
+        let who = Who(self.group, self.index);
+        let Some(supports) = &finished.support else { return };
+        assert_eq!(supports.rows(), self.versions.len(), "{who}: supports");
+        for (position, support) in (self.prompt_tokens..).zip(supports.view().iter()) {
+            let is_sampled = self.turns.iter().any(|turn| turn.contains(&position));
+            let own = support_of(position, self.tokens[position]).map(TokenId);
+            let expected = if is_sampled { &own[..] } else { &[] };
+            assert_eq!(support, expected, "{who}: the support of position {position}");
+        }
     }
 
     fn assert_prompt_logprobs(&self, finished: &Finished, alone: &[f32]) {

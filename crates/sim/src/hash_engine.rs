@@ -73,6 +73,14 @@ pub struct HashEngine {
     oldest: Option<(SequenceId, usize)>,
 }
 
+/// Tokens that a draw keeps at most.
+pub(crate) const MAX_SUPPORT: usize = 2;
+
+/// What the token at `position` was drawn from: as many tokens as [`MAX_SUPPORT`].
+pub(crate) fn support_of(position: usize, token: TokenId) -> [u32; MAX_SUPPORT] {
+    [token.0, token.0 + 1 + position as u32 % 5]
+}
+
 impl HashEngine {
     /// An engine that serves version 0.
     ///
@@ -215,6 +223,10 @@ impl HashEngine {
             let token = own.token(known.group, known.index, known.tokens.len());
             samples.push(Sample { sequence: site.sequence, token, logprob: own.logprob(token) });
         }
+        for sample in samples {
+            let position = scheduler.sequence(sample.sequence).position;
+            scheduler.record_support(sample.sequence, &support_of(position, sample.token));
+        }
     }
 }
 
@@ -318,6 +330,7 @@ impl Subject for HashEngine {
 
     fn take_finished(&mut self) -> Option<Finished> {
         let finished = self.scheduler.take_finished()?;
+        assert!(finished.support.is_some(), "every draw is truncated");
         self.known.remove(&finished.sequence).expect("a request ends once");
         Some(finished)
     }

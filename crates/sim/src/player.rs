@@ -9,6 +9,7 @@ use r3_scheduler::error::SchedulerError;
 use r3_scheduler::request::{Finished, Limits, Request};
 
 use crate::expected::Expected;
+use crate::hash_engine::MAX_SUPPORT;
 use crate::program::{Ask, InFlight, Op, Program, Reach};
 use crate::subject::Subject;
 use crate::tally::Tally;
@@ -143,6 +144,7 @@ impl<S: Subject> Player<S> {
             max_new_tokens: ask.reach.max_new_tokens,
             stop_tokens: limits(ask.reach).stop_tokens,
             prompt_logprobs: ask.prompt_logprobs,
+            max_support: Some(MAX_SUPPORT),
             return_routes,
         };
         let ids = match self.subject.submit(&request, ask.size) {
@@ -444,5 +446,5 @@ fn index(which: usize, len: usize) -> Option<usize> {
 
 fn limits(reach: Reach) -> Limits {
     let stop_tokens = (0..).map(TokenId).take(reach.n_stops).collect();
-    Limits { max_new_tokens: reach.max_new_tokens, stop_tokens }
+    Limits { max_new_tokens: reach.max_new_tokens, stop_tokens, max_support: Some(MAX_SUPPORT) }
 }

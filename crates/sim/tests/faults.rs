@@ -75,6 +75,7 @@ fn request(prompt: &[u32], max_new_tokens: usize) -> Request {
         max_new_tokens,
         stop_tokens: Arc::new([]),
         prompt_logprobs: false,
+        max_support: None,
         return_routes: Some(0),
     }
 }

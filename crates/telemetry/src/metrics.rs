@@ -137,6 +137,10 @@ metrics! {
         "Mean sampled tokens of a rollout.";
     Gauge NUM_TURNS_MEAN = "num_turns/mean" => "r3_num_turns" [stat = "mean"], "turns", POSITIVE,
         "Mean turns that a rollout sampled; 1 unless a wrong answer may be followed by another.";
+    Gauge SUPPORT_SIZE_MEAN = "support_size/mean" => "r3_support_size" [stat = "mean"], "tokens", POSITIVE,
+        "With truncated sampling: mean tokens that a draw kept, which the trainer scores it over, at 4 bytes each.";
+    Gauge SUPPORT_SIZE_MAX = "support_size/max" => "r3_support_size" [stat = "max"], "tokens", POSITIVE,
+        "With truncated sampling: most tokens that a draw kept.";
     Gauge RESPONSE_CLIP_RATIO = "response_length/clip_ratio" => "r3_response_length" [stat = "clip_ratio"],
         "share", 0.0..=0.1, "Completions cut off at max_new_tokens.";
     DatasetGauge VAL_CORE_MEAN = "val-core/<dataset>/mean@1" => "r3_val_core" [stat = "mean@1"], "share", 0.0..=1.0,

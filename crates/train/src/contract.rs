@@ -2,7 +2,7 @@
 
 use r3_core::rollout::RolloutView;
 
-use crate::batch::{Group, RoutesUse, Sample};
+use crate::batch::{Batch, Group, RoutesUse, Sample, Sequence};
 use crate::error::TrainError;
 
 pub(crate) fn refuse_repeated_groups(groups: &[Group<'_>]) -> Result<(), TrainError> {
@@ -58,6 +58,10 @@ fn check(sample: &Sample<'_>, routes: RoutesUse) -> Result<(), TrainError> {
     if let Some(reward) = sample.reward.score().filter(|reward| !reward.is_finite()) {
         return Err(non_finite("reward", reward, 0));
     }
+    if let Some(support) = sample.rollout.support {
+        let checked = support.check(sample.rollout.completion(), sample.mask);
+        checked.map_err(|source| TrainError::Support { group, index, source })?;
+    }
     if routes == RoutesUse::None || n_sampled == 0 {
         return Ok(());
     }
@@ -65,14 +69,38 @@ fn check(sample: &Sample<'_>, routes: RoutesUse) -> Result<(), TrainError> {
     view.check(tokens.len() - 1).map_err(|source| TrainError::Routes { group, index, source })
 }
 
+/// Refuses supports of another model than one of `vocab_size` tokens, and, if draws were truncated, tokens without one.
+pub(crate) fn check_supports(
+    batch: &Batch<'_>,
+    vocab_size: usize,
+    truncated: bool,
+) -> Result<(), TrainError> {
+    for Sequence { sample, .. } in batch.sequences() {
+        let RolloutView { group, index, support, prompt_tokens, .. } = sample.rollout;
+        if let Some((row, token)) = support.and_then(|support| support.beyond(vocab_size)) {
+            let position = prompt_tokens + row;
+            return Err(TrainError::SupportToken { group, index, position, token, vocab_size });
+        }
+        let is_trained = |row: usize| sample.mask.is_none_or(|mask| mask[row] != 0);
+        let is_whole = |row: &usize| support.is_none_or(|support| support.sizes()[*row] == 0);
+        let missing = (0..sample.rollout.completion().len()).filter(|&row| is_trained(row)).find(is_whole);
+        if let Some(row) = missing.filter(|_| truncated) {
+            return Err(TrainError::MissingSupport { group, index, position: prompt_tokens + row });
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use r3_core::ids::GroupId;
+    use r3_core::ids::TokenId;
     use r3_core::rollout::Reward;
     use r3_core::routes::{RouteDims, RouteError};
+    use r3_core::support::{SupportError, SupportRows};
 
     use super::*;
-    use crate::batch::{Batch, Limits};
+    use crate::batch::Limits;
     use crate::fixtures::{OwnedRollout, dapo, with_groups};
 
     const DIMS: RouteDims = RouteDims { n_layers: 2, top_k: 2, n_experts: 5 };
@@ -108,6 +136,33 @@ mod tests {
         let reward = broken(|rollout| rollout.reward = Reward::Score(f32::INFINITY));
         assert_eq!(reward, "group 7, rollout 1: reward holds inf at 0");
         assert_eq!(broken(|rollout| rollout.index = 0), "group 7, rollout 0 came twice");
+    }
+
+    #[test]
+    fn supports_that_break_their_contract_are_refused() {
+        let refused_with = |supports: &[&[u32]], mask: Option<Vec<u8>>| {
+            let mut rollouts = pair();
+            let mut rows = SupportRows::default();
+            supports.iter().for_each(|support| rows.push(support));
+            (rollouts[1].support, rollouts[1].mask) = (Some(rows), mask);
+            refused(&rollouts, RoutesUse::None)
+        };
+        let tokens = pair()[1].tokens[2..].iter().map(|token| token.0).collect::<Vec<_>>();
+        let [first, second, third] = tokens[..] else { panic!("three are sampled") };
+        assert!(refused_with(&[&[first], &[], &[0, third]], None).is_none());
+        assert!(refused_with(&[&[first], &[], &[0, third]], Some(vec![1, 0, 1])).is_none());
+        for (supports, mask, expected) in [
+            (&[&[first][..], &[]][..], None, SupportError::Rows { rows: 2, expected_rows: 3 }),
+            (&[&[], &[second], &[]], Some(vec![1, 0, 1]), SupportError::Given { row: 1 }),
+            (&[&[], &[0], &[]], None, SupportError::Missing { row: 1, token: TokenId(second) }),
+        ] {
+            match refused_with(supports, mask) {
+                Some(TrainError::Support { group: GroupId(7), index: 1, source }) => {
+                    assert_eq!(source, expected)
+                }
+                other => panic!("{other:?}"),
+            }
+        }
     }
 
     #[test]

@@ -3,8 +3,9 @@
 use std::io;
 use std::path::PathBuf;
 
-use r3_core::ids::{GroupId, PolicyVersion};
+use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::routes::{RouteDims, RouteError};
+use r3_core::support::SupportError;
 use r3_model::error::ModelError;
 
 /// Why a batch, an optimiser step or a checkpoint failed. Weights and earlier checkpoints are as they were.
@@ -17,6 +18,16 @@ pub enum TrainError {
     Routes { group: GroupId, index: u32, source: RouteError },
     #[error("group {group}, rollout {index} has routes of shape {dims:?}, but the model's are {expected:?}")]
     RouteShape { group: GroupId, index: u32, dims: RouteDims, expected: RouteDims },
+    #[error(
+        "group {group}, rollout {index}: token {position} was sampled from a part of the vocabulary that is not said"
+    )]
+    MissingSupport { group: GroupId, index: u32, position: usize },
+    #[error("group {group}, rollout {index} has supports that break their contract")]
+    Support { group: GroupId, index: u32, source: SupportError },
+    #[error(
+        "group {group}, rollout {index}: token {position} could have been {token}, but the model has {vocab_size} tokens"
+    )]
+    SupportToken { group: GroupId, index: u32, position: usize, token: TokenId, vocab_size: usize },
     #[error("group {group}, rollout {index} has {len} {array}, but {expected} are needed")]
     Misshapen { group: GroupId, index: u32, array: &'static str, len: usize, expected: usize },
     #[error("group {group}, rollout {index} came twice")]
@@ -71,10 +82,19 @@ impl TrainError {
             Self::MissingRoutes { .. } => {
                 "the rollout engine did not record them: `router_replay.mode` has to drive both sides".into()
             }
+            Self::MissingSupport { .. } => {
+                "the rollout engine did not record it: set `rollout.top_p`, `rollout.sample_top_k` and `rollout.min_p` to \
+                their defaults to train without"
+                    .into()
+            }
+            Self::SupportToken { .. } => {
+                "the rollout is not of this model: check that engine and trainer loaded one directory".into()
+            }
             Self::Routes { .. } | Self::RouteShape { .. } => {
                 "the routes are not this model's: check that engine and trainer loaded one directory".into()
             }
             Self::Misshapen { .. }
+            | Self::Support { .. }
             | Self::DuplicateRollout { .. }
             | Self::ForeignRollout { .. }
             | Self::NonFiniteInput { .. } => {

@@ -3,6 +3,7 @@
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::rollout::{FinishReason, Reward, RolloutView};
 use r3_core::routes::{RouteDims, RouteRows, write_ids};
+use r3_core::support::SupportRows;
 use r3_kernels::route_record::RouteRecord;
 use r3_kernels::router::Routing;
 use r3_model::autograd::{Packed, Policy};
@@ -66,6 +67,7 @@ pub(crate) struct OwnedRollout {
     pub(crate) rollout_logprobs: Vec<f32>,
     pub(crate) version: u64,
     pub(crate) routes: Option<RouteRows>,
+    pub(crate) support: Option<SupportRows>,
     pub(crate) mask: Option<Vec<u8>>,
     pub(crate) reward: Reward,
 }
@@ -84,6 +86,7 @@ impl OwnedRollout {
             rollout_logprobs: (0..n_sampled).map(|n| -(index as f32) - n as f32).collect(),
             version: 0,
             routes: None,
+            support: None,
             mask: None,
             reward: Reward::Score(reward),
         }
@@ -123,6 +126,7 @@ pub(crate) fn with_groups<R>(rollouts: &[OwnedRollout], use_groups: impl FnOnce(
                 rollout_logprobs: &rollout.rollout_logprobs,
                 versions,
                 routes: rollout.routes.as_ref().map(RouteRows::view),
+                support: rollout.support.as_ref().map(SupportRows::view),
                 finish: FinishReason::Stop,
                 cached_tokens: 0,
             },

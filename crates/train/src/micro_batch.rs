@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor};
 use r3_core::ids::{PolicyVersion, TokenId};
+use r3_kernels::lm_head::kept::Kept;
 use r3_model::autograd::Packed;
 use r3_recipe::objective::OldLogprobs;
 
@@ -34,6 +35,10 @@ pub struct MicroBatch {
     pub mask: Vec<f32>,
     /// Weight of the sequence's tokens in the loss.
     pub weights: Vec<f64>,
+    /// Tokens of each target's support, 0 for all of the vocabulary; empty when no rollout's draws were truncated.
+    pub support_sizes: Vec<u32>,
+    /// The supports, one after another, each ascending.
+    pub support: Vec<u32>,
     /// `[L, T, K]`: the routes of the inputs, layer by layer, in router order; empty when the batch carries
     /// none.
     pub routes: Vec<u16>,
@@ -49,6 +54,9 @@ impl MicroBatch {
         self.clear();
         for sequence in sequences {
             self.push(sequence);
+        }
+        if sequences.iter().any(|sequence| sequence.sample.rollout.support.is_some()) {
+            self.push_supports(sequences);
         }
         if batch.routes() != RoutesUse::None {
             self.push_routes(sequences);
@@ -89,6 +97,13 @@ impl MicroBatch {
         Packed { tokens: &self.tokens, targets: &self.targets, lengths: &self.lengths }
     }
 
+    /// What its targets are scored over; `None` for all of the vocabulary.
+    #[must_use]
+    pub fn kept(&self) -> Option<Kept<'_>> {
+        let Self { support_sizes: sizes, support: ids, .. } = self;
+        (!sizes.is_empty()).then_some(Kept { sizes, ids })
+    }
+
     /// Inputs, `T`.
     #[must_use]
     pub fn n_inputs(&self) -> usize {
@@ -104,6 +119,8 @@ impl MicroBatch {
         self.advantages.clear();
         self.mask.clear();
         self.weights.clear();
+        self.support_sizes.clear();
+        self.support.clear();
         self.routes.clear();
     }
 
@@ -126,6 +143,19 @@ impl MicroBatch {
         match sequence.sample.mask {
             Some(mask) => self.mask.extend(mask.iter().map(|&kept| f32::from(u8::from(kept != 0)))),
             None => self.mask.resize(end, 1.0),
+        }
+    }
+
+    /// Targets of the prompt and given tokens have no support, as if they had been drawn from all of the vocabulary.
+    fn push_supports(&mut self, sequences: &[Sequence<'_>]) {
+        for sequence in sequences {
+            let end = self.support_sizes.len() + sequence.n_inputs();
+            if let Some(support) = sequence.sample.rollout.support {
+                self.support_sizes.resize(end - support.rows(), 0);
+                self.support_sizes.extend_from_slice(support.sizes());
+                self.support.extend(support.ids().iter().map(|token| token.0));
+            }
+            self.support_sizes.resize(end, 0);
         }
     }
 
@@ -221,6 +251,7 @@ mod tests {
     use crate::batch::Limits;
     use crate::fixtures::{OwnedRollout, dapo, with_groups};
     use r3_core::routes::RouteDims;
+    use r3_core::support::SupportRows;
 
     #[test]
     fn two_sequences_by_hand() {
@@ -242,7 +273,30 @@ mod tests {
             assert_eq!(micro.mask, [0.0, 1.0, 0.0, 1.0, 1.0]);
             assert_eq!(micro.weights, [1.0; 5], "each token of DAPO weighs the same");
             assert_eq!(micro.routes, [0, 1, 2, 0, 1, 1, 2, 3, 1, 2]);
+            assert!(micro.kept().is_none());
             assert!(micro.advantages[0] > 0.0 && micro.advantages[3] == -micro.advantages[0]);
+        });
+    }
+
+    #[test]
+    fn supports_lie_at_the_targets_they_are_of() {
+        let mut rollouts =
+            [(0, 1.0), (1, 0.0), (2, 1.0)].map(|(index, reward)| OwnedRollout::new(0, index, (2, 2), reward));
+        let mut supports = SupportRows::default();
+        supports.push(&[3, 102]);
+        supports.push(&[103, 104, 105]);
+        rollouts[1].support = Some(supports);
+        with_groups(&rollouts, |groups| {
+            let limits = Limits { mini_steps: 1, micro_batch_tokens: 100, routes: RoutesUse::None };
+            let batch = Batch::pack(groups, &dapo(), limits).unwrap();
+            let mut micro = MicroBatch::default();
+            micro.gather(&batch, 0..3);
+            assert_eq!(micro.targets, [1, 2, 3, 101, 102, 103, 201, 202, 203].map(TokenId));
+            assert_eq!(micro.support_sizes, [0, 0, 0, 0, 2, 3, 0, 0, 0]);
+            assert_eq!(micro.support, [3, 102, 103, 104, 105]);
+            assert!(micro.kept().is_some());
+            micro.gather(&batch, 0..1);
+            assert!(micro.kept().is_none() && micro.support.is_empty());
         });
     }
 

@@ -6,12 +6,13 @@ use std::path::Path;
 use candle_core::DType;
 use r3_core::ids::PolicyVersion;
 use r3_kernels::route_record::RouteRecord;
-use r3_model::autograd::{Policy, PolicyOutput};
+use r3_model::autograd::{Policy, PolicyOutput, Scored};
 use r3_recipe::objective::{KlPlace, OldLogprobs};
 
 use crate::batch::{Batch, MiniStep, RoutesUse};
 use crate::batch_stats::BatchStats;
 use crate::checkpoint::{Position, TrainerState};
+use crate::contract::check_supports;
 use crate::error::TrainError;
 use crate::learner::Learner;
 use crate::loads::{LoadStats, Loads};
@@ -31,6 +32,8 @@ pub struct Trainer {
     learner: Learner,
     objective: Objective,
     temperature: f32,
+    /// Whether every sampled token has to come with its support.
+    truncated: bool,
     micro: MicroBatch,
     native: RouteRecord,
     old: StepTokens,
@@ -136,12 +139,21 @@ impl Trainer {
             learner: Learner::new(policy, config),
             objective,
             temperature,
+            truncated: false,
             micro: MicroBatch::default(),
             native,
             old: StepTokens::default(),
             replay: Replay::default(),
             reference: None,
         }
+    }
+
+    /// Refuses rollouts that do not say what their tokens were drawn from: their draws were truncated, and all of the
+    /// vocabulary is not the distribution that their logprobs are of.
+    #[must_use]
+    pub fn with_truncated_rollouts(mut self) -> Self {
+        self.truncated = true;
+        self
     }
 
     /// Gives the KL of the objective something to be measured to.
@@ -253,6 +265,7 @@ impl Trainer {
         progress: &mut dyn FnMut(PassDone),
     ) -> Result<StepStats, TrainError> {
         self.check_routes(batch)?;
+        check_supports(batch, self.learner.policy.config().vocab_size, self.truncated)?;
         let _span = tracing::info_span!("step", version = self.version().0).entered();
         let (staleness_mean, staleness_max) = batch.staleness(self.version());
         let measured = Measured::new(batch, &self.learner, self.replay.rule().own != Own::Nothing);
@@ -299,7 +312,9 @@ impl Trainer {
             micro.gather(batch, sequences.clone());
             let rollout = (batch.routes() == RoutesUse::Replay).then_some(&micro.routes[..]);
             let mut routing = replay.routing(rollout, sequences, None);
-            let output = reference.policy.logprobs(&micro.packed(), &mut routing, *temperature)?;
+            // Over the same support, so that the KL is between two distributions of what could have been sampled.
+            let scored = Scored { temperature: *temperature, kept: micro.kept() };
+            let output = reference.policy.logprobs_of(&micro.packed(), &mut routing, scored)?;
             let logprobs = output.logprobs.to_vec1::<f32>()?;
             if let Some(at) = logprobs.iter().position(|logprob| !logprob.is_finite()) {
                 let tensor = name_position("the reference", batch, sequences.clone(), at);
@@ -381,7 +396,8 @@ impl Trainer {
         }
         let rollout = (batch.routes() == RoutesUse::Replay).then_some(&micro.routes[..]);
         let mut routing = replay.routing(rollout, &sequences, native);
-        let output = learner.policy.logprobs(&micro.packed(), &mut routing, self.temperature)?;
+        let scored = Scored { temperature: self.temperature, kept: micro.kept() };
+        let output = learner.policy.logprobs_of(&micro.packed(), &mut routing, scored)?;
         let policy_logprobs = output.logprobs.to_vec1::<f32>()?;
         if let Some(at) = policy_logprobs.iter().position(|logprob| !logprob.is_finite()) {
             let tensor = name_position("the policy", batch, sequences, at);
@@ -563,3 +579,5 @@ impl ActorSums {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod truncated;

@@ -135,6 +135,7 @@ impl Rollout {
                 routes: None,
                 finish: if self.cut_off { FinishReason::Length } else { FinishReason::Stop },
                 cached_tokens: 0,
+                support: None,
             },
             reward: if self.reward.is_nan() { Reward::Failed } else { Reward::Score(self.reward) },
             mask: Some(&self.mask),

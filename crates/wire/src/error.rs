@@ -2,6 +2,8 @@
 
 use std::io;
 
+use r3_core::support::SupportError;
+
 use crate::array::Element;
 use crate::layout::Layout;
 
@@ -138,6 +140,8 @@ pub enum Fault {
     Turn { turn: usize, start: usize, end: usize },
     #[error("position {position}: the logprob is {logprob}")]
     Logprob { position: usize, logprob: f32 },
+    #[error("{0}")]
+    Support(SupportError),
 }
 
 impl WireError {
@@ -216,6 +220,7 @@ impl Fault {
             | Self::Prompt { .. }
             | Self::PerToken { .. }
             | Self::Turn { .. }
+            | Self::Support(_)
             | Self::Logprob { .. } => format!("docs/routes.md shows what {layout} sends"),
             Self::FormatVersion { .. } => "read the file with the r3 that wrote it".into(),
         }

@@ -12,6 +12,7 @@ use base64::engine::general_purpose::STANDARD;
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::rollout::{FinishReason, Reward};
 use r3_core::routes::{IdWidth, RouteRows, RouteView};
+use r3_core::support::{SupportRows, SupportView};
 use serde::{Deserialize, Serialize, Serializer};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -72,6 +73,8 @@ struct Line<'a> {
     logprobs: Option<&'a [f32]>,
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "write_versions")]
     versions: Option<&'a [PolicyVersion]>,
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "write_supports")]
+    supports: Option<SupportView<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     routed_experts: Option<RoutesLine<'a>>,
 }
@@ -110,6 +113,7 @@ impl<'a> Line<'a> {
             tokens: record.tokens,
             logprobs: record.rollout_logprobs,
             versions: record.versions,
+            supports: record.support.filter(|support| !support.ids().is_empty()),
             routed_experts: record.routes.map(|routes| RoutesLine::new(&routes, record.tokens)),
         }
     }
@@ -153,6 +157,14 @@ fn write_versions<S: Serializer>(
     serializer: S,
 ) -> Result<S::Ok, S::Error> {
     serializer.collect_seq(versions.unwrap_or_default().iter().map(|version| version.0))
+}
+
+fn write_supports<S: Serializer>(
+    supports: &Option<SupportView<'_>>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    let ids = |row: &[TokenId]| row.iter().map(|token| token.0).collect::<Vec<_>>();
+    serializer.collect_seq(supports.iter().flat_map(|supports| supports.iter()).map(ids))
 }
 
 fn write_base64<S: Serializer>(bytes: &[u8], serializer: S) -> Result<S::Ok, S::Error> {
@@ -224,6 +236,7 @@ struct LineIn {
     tokens: Option<Vec<u32>>,
     logprobs: Option<Vec<f32>>,
     versions: Option<Vec<u64>>,
+    supports: Option<Vec<Vec<u32>>>,
     routed_experts: Option<RoutesIn>,
 }
 
@@ -269,11 +282,14 @@ pub fn read(line: &[u8], number: usize) -> Result<Record, WireError> {
         turns: line.turns.into_iter().map(|[start, end]| start..end).collect(),
         rollout_logprobs: line.logprobs,
         versions: line.versions.map(|versions| versions.into_iter().map(PolicyVersion).collect()),
+        support: line.supports.map(|supports| support_rows(&supports)),
         reward: line.reward.map(|score| score.map_or(Reward::Failed, Reward::Score)),
         text: line.text,
         ..Record::unknown(GroupId(line.group), line.index)
     };
     check_lengths(&record, &sample)?;
+    // Of which every list is empty, it says nothing.
+    record.support = record.support.filter(|support| !support.view().ids().is_empty());
     if let Some(routes) = line.routed_experts {
         sample = record.sample(Layout::R3, number);
         sample.start = routes.start;
@@ -295,6 +311,12 @@ fn finish_reason(finish: &str, sample: &Sample) -> Result<FinishReason, WireErro
         let found = quoted(finish);
         sample.refuse(Fault::Key { key: "finish", found, needed: "stop, length or abort" })
     })
+}
+
+fn support_rows(supports: &[Vec<u32>]) -> SupportRows {
+    let mut rows = SupportRows::default();
+    supports.iter().for_each(|support| rows.push(support));
+    rows
 }
 
 /// What a record says of its tokens fits them.
@@ -332,11 +354,16 @@ fn check_token_counts(record: &Record, n_tokens: usize, sample: &Sample) -> Resu
     let per_token = [
         ("logprobs", record.rollout_logprobs.as_ref().map(Vec::len)),
         ("versions", record.versions.as_ref().map(Vec::len)),
+        ("supports", record.support.as_ref().map(SupportRows::rows)),
     ];
     for (key, found) in per_token {
         if let Some(found) = found.filter(|&found| found != expected) {
             return Err(sample.refuse(Fault::PerToken { key, found, expected }));
         }
+    }
+    if let (Some(support), Some(tokens)) = (&record.support, &record.tokens) {
+        let checked = support.view().check(&tokens[prompt_tokens..], None);
+        checked.map_err(|error| sample.refuse(Fault::Support(error)))?;
     }
     Ok(())
 }

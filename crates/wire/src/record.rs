@@ -5,6 +5,7 @@ use std::ops::Range;
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::rollout::{FinishReason, Reward, RolloutView};
 use r3_core::routes::{RouteRows, RouteView};
+use r3_core::support::{SupportRows, SupportView};
 
 use crate::array::check_dims;
 use crate::check::Sample;
@@ -33,6 +34,8 @@ pub struct RecordView<'a> {
     pub rollout_logprobs: Option<&'a [f32]>,
     /// `[N]`: the policy version that sampled each token.
     pub versions: Option<&'a [PolicyVersion]>,
+    /// `[N]` rows: the tokens that each token was drawn from, if draws were truncated.
+    pub support: Option<SupportView<'a>>,
     /// What the completion earned, if it was scored.
     pub reward: Option<Reward>,
     /// The completion as text.
@@ -78,6 +81,7 @@ impl<'a> RecordView<'a> {
             turns,
             rollout_logprobs: Some(rollout.rollout_logprobs),
             versions: Some(rollout.versions),
+            support: rollout.support,
             reward: None,
             text: None,
             routes: rollout.routes.map(|rows| RoutesView { rows, header }),
@@ -98,6 +102,7 @@ pub struct Record {
     pub turns: Vec<Range<usize>>,
     pub rollout_logprobs: Option<Vec<f32>>,
     pub versions: Option<Vec<PolicyVersion>>,
+    pub support: Option<SupportRows>,
     pub reward: Option<Reward>,
     pub text: Option<String>,
     pub routes: Option<Routes>,
@@ -160,6 +165,7 @@ impl Record {
             turns: Vec::new(),
             rollout_logprobs: None,
             versions: None,
+            support: None,
             reward: None,
             text: None,
             routes: None,
@@ -179,6 +185,7 @@ impl Record {
             turns: &self.turns,
             rollout_logprobs: self.rollout_logprobs.as_deref(),
             versions: self.versions.as_deref(),
+            support: self.support.as_ref().map(SupportRows::view),
             reward: self.reward,
             text: self.text.as_deref(),
             routes: self.routes.as_ref().map(Routes::view),

@@ -1,5 +1,7 @@
 //! Files that contradict themselves where a schema would not notice.
 
+use r3_core::ids::TokenId;
+use r3_core::support::SupportError;
 use r3_wire::check::Sample;
 use r3_wire::diff::compare;
 use r3_wire::document::{Reading, read};
@@ -40,6 +42,19 @@ fn numbers_that_f32_makes_infinite_are_refused_without_tokens_too() {
     let tokens = json!({ "tokens": [1, 2, 3], "prompt_tokens": 1, "logprobs": [-1.0, -1e300] });
     assert!(matches!(fault(&tokens), Fault::Logprob { position: 2, .. }));
     assert!(matches!(fault(&json!({ "reward": 1e300 })), Fault::Key { key: "reward", .. }));
+}
+
+#[test]
+fn supports_that_contradict_their_tokens_are_refused() {
+    let with = |supports: Value| json!({ "tokens": [1, 2, 3], "prompt_tokens": 1, "supports": supports });
+    assert!(line(&with(json!([[2, 9], [0, 3]]))).unwrap().support.is_some());
+    assert_eq!(line(&with(json!([[], []]))).unwrap().support, None, "it says nothing");
+    let per_token = Fault::PerToken { key: "supports", found: 1, expected: 2 };
+    assert_eq!(fault(&with(json!([[2]]))), per_token);
+    let missing = Fault::Support(SupportError::Missing { row: 1, token: TokenId(3) });
+    assert_eq!(fault(&with(json!([[2], [2, 4]]))), missing);
+    let order = SupportError::Order { row: 0, token: TokenId(2), before: TokenId(9) };
+    assert_eq!(fault(&with(json!([[9, 2], [3]]))), Fault::Support(order));
 }
 
 #[test]

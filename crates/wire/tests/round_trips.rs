@@ -7,6 +7,7 @@ use proptest::{prop_assert, prop_assert_eq, proptest};
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::rollout::{FinishReason, Reward};
 use r3_core::routes::{RouteRows, write_ids};
+use r3_core::support::SupportRows;
 use r3_wire::array::Element;
 use r3_wire::check::Sample;
 use r3_wire::document::{self, Reading};
@@ -57,6 +58,16 @@ fn rows(model: &ModelShape, n_rows: usize, draws: &[u16]) -> RouteRows {
     rows
 }
 
+/// A truncated rollout's: of each token but the fourth, which was given. `None` of no tokens.
+fn supports(sampled: &[TokenId]) -> Option<SupportRows> {
+    let mut supports = SupportRows::default();
+    for (n, &TokenId(token)) in sampled.iter().enumerate() {
+        let own = [token / 2, token, token + 7];
+        supports.push(if n == 3 { &[] } else { &own[usize::from(token == 0)..] });
+    }
+    Some(supports).filter(|supports| supports.rows() > 0)
+}
+
 /// A model, and a rollout of it in several turns, whose rows begin at a position up to `max_start`.
 fn rollouts(max_start: usize) -> impl Strategy<Value = (ModelShape, Record)> {
     let sizes = (1usize..6, 0usize..9, 0..=max_start);
@@ -75,9 +86,12 @@ fn rollouts(max_start: usize) -> impl Strategy<Value = (ModelShape, Record)> {
                 _ => [prompt_tokens..prompt_tokens + 3, prompt_tokens + 4..n_tokens],
             };
             let turns = turns.into_iter().filter(|turn| !turn.is_empty()).collect();
+            let tokens: Vec<TokenId> =
+                token_ids.iter().cycle().take(n_tokens).copied().map(TokenId).collect();
             let record = Record {
                 finish: Some(FinishReason::Length),
-                tokens: Some(token_ids.iter().cycle().take(n_tokens).copied().map(TokenId).collect()),
+                support: supports(&tokens[prompt_tokens..]).filter(|_| draws[2].is_multiple_of(2)),
+                tokens: Some(tokens),
                 prompt_tokens: Some(prompt_tokens),
                 cached_tokens: prompt_tokens / 2,
                 turns,

@@ -159,6 +159,7 @@ impl Sent {
             routes: Some(self.routes.view()),
             finish: FinishReason::Length,
             cached_tokens: 0,
+            support: None,
         }
     }
 

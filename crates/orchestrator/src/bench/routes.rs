@@ -321,6 +321,7 @@ impl Bench {
             max_new_tokens,
             stop_tokens: [].into(),
             prompt_logprobs: false,
+            max_support: None,
             return_routes: self.return_routes,
         };
         self.scheduler.submit(&request).expect("there is room for every sequence");

@@ -179,7 +179,7 @@ impl Parts {
         setup::check_kv(&config, &subject.config, (setup.prompt, setup.new))?;
         let tokenizer = Arc::new(Tokenizer::load(&subject.dir, subject.config.vocab_size)?);
         let dims = Some(subject.config.route_dims());
-        let frame_bytes = max_frame_bytes(setup.prompt + setup.new, dims);
+        let frame_bytes = max_frame_bytes(setup.prompt + setup.new, dims, None);
         let ring_bytes = setup::ring_bytes(frame_bytes, setup.completions());
         let (writer, reader) = Ring::create(usize::try_from(ring_bytes).unwrap_or(usize::MAX))?;
         let objective = grpo::objective(&Grpo::default());

@@ -200,6 +200,7 @@ fn group(rollouts: &[Rollout]) -> Group<'_> {
             routes: Some(rollout.routes.view()),
             finish: FinishReason::Length,
             cached_tokens: 0,
+            support: None,
         },
         reward: Reward::Score(if index % 2 == 0 { 1.0 } else { 0.0 }),
         mask: None,

@@ -3,6 +3,7 @@
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::rollout::{FinishReason, Reward, RolloutView};
 use r3_core::routes::{RouteDims, RouteRows, write_ids};
+use r3_core::support::SupportRows;
 use r3_ring::frame::FrameMeta;
 
 /// What a made-up rollout looks like from outside.
@@ -11,6 +12,8 @@ pub(crate) struct Shape {
     pub(crate) prompt_tokens: usize,
     pub(crate) n_sampled: usize,
     pub(crate) routes: Option<RouteDims>,
+    /// Tokens that a draw keeps at most; 0 keeps all.
+    pub(crate) max_support: usize,
 }
 
 /// A rollout that owns everything a frame carries.
@@ -23,6 +26,7 @@ pub(crate) struct Sample {
     pub(crate) versions: Vec<PolicyVersion>,
     pub(crate) mask: Vec<u8>,
     pub(crate) routes: Option<RouteRows>,
+    pub(crate) support: Option<SupportRows>,
     pub(crate) layer_ids: Vec<u32>,
     pub(crate) reward: Reward,
     pub(crate) finish: FinishReason,
@@ -32,16 +36,17 @@ impl Sample {
     /// The rollout of `group`: the same group and shape always make the same rollout.
     pub(crate) fn new(group: u64, shape: Shape) -> Self {
         let mut random = Random(group);
-        let Shape { prompt_tokens, n_sampled, routes } = shape;
+        let Shape { prompt_tokens, n_sampled, routes, max_support } = shape;
         let n_tokens = prompt_tokens + n_sampled;
         let rows = n_tokens - usize::from(n_sampled > 0);
-        Self {
+        let mut sample = Self {
             group,
             tokens: (0..n_tokens).map(|_| TokenId(random.below(1 << 32) as u32)).collect(),
             prompt_tokens,
             logprobs: (0..n_sampled).map(|_| -(random.below(1000) as f32) / 64.0).collect(),
             versions: (0..n_sampled).map(|_| PolicyVersion(random.below(1 << 40))).collect(),
             mask: (0..n_sampled).map(|_| random.below(2) as u8).collect(),
+            support: None,
             routes: routes.map(|dims| route_rows(dims, rows, &mut random)),
             layer_ids: (0..routes.map_or(0, |dims| dims.n_layers as u32))
                 .map(|layer| 2 * layer + 1)
@@ -52,7 +57,9 @@ impl Sample {
                 Reward::Score(random.below(9) as f32 - 4.0)
             },
             finish: FinishReason::from_byte(random.below(3) as u8).unwrap(),
-        }
+        };
+        sample.support = (max_support > 0).then(|| supports(&sample, max_support, &mut random));
+        sample
     }
 
     pub(crate) fn rollout(&self) -> RolloutView<'_> {
@@ -64,6 +71,7 @@ impl Sample {
             rollout_logprobs: &self.logprobs,
             versions: &self.versions,
             routes: self.routes.as_ref().map(RouteRows::view),
+            support: self.support.as_ref().map(SupportRows::view),
             finish: self.finish,
             cached_tokens: self.prompt_tokens / 2,
         }
@@ -96,6 +104,20 @@ fn route_rows(dims: RouteDims, rows: usize, random: &mut Random) -> RouteRows {
         routes.append(&row_bytes);
     }
     routes
+}
+
+/// What the tokens that are masked in may have been drawn from.
+fn supports(sample: &Sample, max_support: usize, random: &mut Random) -> SupportRows {
+    let mut supports = SupportRows::default();
+    for (token, mask) in sample.tokens[sample.prompt_tokens..].iter().zip(&sample.mask) {
+        let others = random.below(max_support as u64);
+        let mut support: Vec<u32> = (0..others).map(|_| random.below(1 << 32) as u32).collect();
+        support.push(token.0);
+        support.sort_unstable();
+        support.dedup();
+        supports.push(if *mask == 1 { &support } else { &[] });
+    }
+    supports
 }
 
 /// SplitMix64.

@@ -40,7 +40,7 @@ const EVICT_ALL: &str = "while let Some(block) = self.cache.as_mut().and_then(Pr
         assert_eq!(self.pool.free().len(), self.pool.n_blocks(), \"nobody holds a block during a flush\");";
 const STALE_EPOCH: &str = "return Err(SchedulerError::StaleEpoch { epoch, current: self.kv.epoch() });";
 
-pub(crate) const MUTANTS: [Mutant; 38] = [
+pub(crate) const MUTANTS: [Mutant; 40] = [
     Mutant {
         name: "the last row of a prefill is cut off",
         faults: &[1],
@@ -372,6 +372,24 @@ pub(crate) const MUTANTS: [Mutant; 38] = [
             file: SCHEDULER,
             find: "family.leader = family.leader.filter(|&leader| leader != id);",
             replace: "let _ = &family;",
+        }],
+    },
+    Mutant {
+        name: "a tick that is given up leaves the supports of its draws",
+        faults: &[49],
+        edits: &[Edit {
+            file: SEQUENCE,
+            find: "support.truncate(self.versions.len());",
+            replace: "let _ = &support;",
+        }],
+    },
+    Mutant {
+        name: "given tokens have no support, not even an empty one",
+        faults: &[49],
+        edits: &[Edit {
+            file: SEQUENCE,
+            find: "support.fill(self.versions.len());",
+            replace: "let _ = &support;",
         }],
     },
     Mutant {

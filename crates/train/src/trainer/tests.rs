@@ -7,13 +7,14 @@ use crate::fixtures::{OwnedRollout, dapo, grpo, sampled_by, tiny_policy, with_gr
 use crate::loss::correction::{Band, Correction, Weight};
 use crate::loss::kl::KlEstimator;
 
-const WHOLE: Limits = Limits { mini_steps: 1, micro_batch_tokens: 1000, routes: RoutesUse::Replay };
+pub(super) const WHOLE: Limits =
+    Limits { mini_steps: 1, micro_batch_tokens: 1000, routes: RoutesUse::Replay };
 
-fn objectives() -> [Objective; 2] {
+pub(super) fn objectives() -> [Objective; 2] {
     [dapo(), grpo()]
 }
 
-fn trainer(objective: &Objective) -> Trainer {
+pub(super) fn trainer(objective: &Objective) -> Trainer {
     trainer_at(objective, 1e-2)
 }
 
@@ -23,7 +24,7 @@ fn trainer_at(objective: &Objective, lr: f64) -> Trainer {
 }
 
 /// Three groups of three rollouts that the tiny policy itself sampled, with unequal lengths.
-fn rollouts() -> Vec<OwnedRollout> {
+pub(super) fn rollouts() -> Vec<OwnedRollout> {
     let mut policy = tiny_policy(1);
     let ids = (0..3).flat_map(|group| (0..3).map(move |index| (group, index)));
     ids.map(|(group, index)| {
@@ -33,7 +34,11 @@ fn rollouts() -> Vec<OwnedRollout> {
     .collect()
 }
 
-fn step(trainer: &mut Trainer, rollouts: &[OwnedRollout], limits: Limits) -> Result<StepStats, TrainError> {
+pub(super) fn step(
+    trainer: &mut Trainer,
+    rollouts: &[OwnedRollout],
+    limits: Limits,
+) -> Result<StepStats, TrainError> {
     let objective = trainer.objective().clone();
     with_groups(rollouts, |groups| {
         let batch = Batch::pack(groups, &objective, limits)?;
@@ -53,7 +58,7 @@ fn flat(vars: &[(String, Var)]) -> Vec<f32> {
 }
 
 /// The first step's running mean is a tenth of the clipped gradient.
-fn first_moments(trainer: &Trainer) -> Vec<f32> {
+pub(super) fn first_moments(trainer: &Trainer) -> Vec<f32> {
     trainer.learner.optimiser.moments().iter().flat_map(|one| one.m.clone()).collect()
 }
 
@@ -438,7 +443,7 @@ fn a_correction_weighs_what_rollout_and_trainer_differ_in() {
     assert_eq!((dropped.correction_dropped_frac, dropped.grad_norm), (Some(1.0), 0.0));
 }
 
-fn with_kl(place: KlPlace) -> Objective {
+pub(super) fn with_kl(place: KlPlace) -> Objective {
     Objective { kl: Some(KlTerm { coef: 1.0, estimator: KlEstimator::K3, place }), ..dapo() }
 }
 
