@@ -232,7 +232,9 @@ fn gauge(dir: &Path, name: &str) -> Vec<f64> {
 fn a_run_killed_with_rollouts_in_flight_resumes_as_if_nothing_had_happened() {
     let arguments = |mode: &str| -> Vec<String> {
         let mode = format!("refit.in_flight={mode}");
-        IN_FLIGHT.iter().copied().chain([&*mode]).flat_map(|set| ["--set".into(), set.into()]).collect()
+        // What draws keep waits with them.
+        let sets = IN_FLIGHT.iter().copied().chain([&*mode, "rollout.sample_top_k=8", "rollout.top_p=0.95"]);
+        sets.flat_map(|set| ["--set".into(), set.into()]).collect()
     };
     let mut whole = Vec::new();
     for mode in ["drain", "abort", "continue"] {

@@ -95,6 +95,48 @@ fn a_run_in_one_dtype_has_no_mismatch_in_any_bit() {
     }
 }
 
+/// Through over-sampling, refits in mid-completion, several answers, several updates and a reference policy.
+#[test]
+fn a_truncated_run_in_one_dtype_has_no_mismatch_in_any_bit() {
+    let directory = warm();
+    let settings = [
+        "model.path=warm",
+        "numerics=exact",
+        "rollout.temperature=0.9",
+        "rollout.sample_top_k=6",
+        "rollout.top_p=0.95",
+        "rollout.min_p=0.01",
+        "task.arithmetic.attempts=2",
+        "rollout.over_sampling_groups=2",
+        "train.max_staleness=4",
+        "train.mini_steps=2",
+        "objective.kl={coef: 0.1}",
+        "engine.max_batch_tokens=5",
+        "ring.bytes=1MiB",
+    ];
+    for dtype in ["f32", "bf16"] {
+        let [rollout, train] = ["rollout", "train"].map(|side| format!("{side}.dtype={dtype}"));
+        let mut run = vec!["run", "recipe.yaml", "--json", "--overwrite", "--set", &rollout, "--set", &train];
+        run.extend(settings.iter().flat_map(|setting| ["--set", setting]));
+        let summary = directory.done_json(&run);
+        assert_eq!(summary["rollout_train_k3_kl"], 0.0, "{dtype}");
+        let metrics = fs::read_to_string(directory.path("run/metrics.jsonl")).unwrap();
+        let steps: Vec<Value> =
+            metrics.lines().skip(1).map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!(steps.len(), 2);
+        let values =
+            |key: &str| -> Vec<f64> { steps.iter().filter_map(|step| step.get(key)?.as_f64()).collect() };
+        let differences = values("rollout_train_logprobs_abs_diff_max");
+        assert!(!differences.is_empty() && differences.iter().all(|&value| value == 0.0), "{differences:?}");
+        let (mean, max) = (values("support_size/mean"), values("support_size/max"));
+        assert_eq!((mean.len(), max.len()), (2, 2));
+        assert!(
+            mean.iter().zip(&max).all(|(mean, max)| 1.0 <= *mean && mean <= max && *max <= 6.0),
+            "{mean:?}"
+        );
+    }
+}
+
 #[test]
 fn a_run_trains_on_several_answers_and_what_was_said_between_them_changes_no_bit() {
     let directory = warm();

@@ -153,11 +153,12 @@ pub enum Rule {
         /// `train.dtype`.
         train: Dtype,
     },
-    /// Sampling from a part of the distribution, while the trainer scores all of it.
+    /// Sampling from a part of the distribution that may be nearly all of it: what is kept goes to the trainer.
     #[error(
-        "`{path}` is {value}, but the trainer scores the whole distribution, so logprobs would not compare"
+        "`{path}` is {value}, but `rollout.sample_top_k` does not say how many tokens a draw may keep for the trainer to \
+         score"
     )]
-    TruncatedSampling {
+    UnboundedSupport {
         /// Dotted path of the key.
         path: &'static str,
         /// Its value.
@@ -262,7 +263,8 @@ impl Rule {
         match self {
             Self::OutOfRange(bound) => [bound.path; 2],
             Self::Replay(conflict) => conflict.paths(),
-            Self::EmptyText { path } | Self::TruncatedSampling { path, .. } => [path; 2],
+            Self::EmptyText { path } => [path; 2],
+            Self::UnboundedSupport { path, .. } => [path, "rollout.sample_top_k"],
             Self::UnevenMiniSteps { .. } => ["rollout.groups", "train.mini_steps"],
             Self::OverSampledBatch { .. } => ["rollout.over_sampling_groups", "rollout.groups"],
             Self::OverSampledStaleness { .. } => ["train.max_staleness", "rollout.over_sampling_groups"],
@@ -313,8 +315,8 @@ impl Rule {
             Self::ExactAcrossDtypes { rollout, train } => format!(
                 "set `rollout.dtype` to {train} or `train.dtype` to {rollout}, or `numerics` to `fast`"
             ),
-            Self::TruncatedSampling { path, whole, .. } => {
-                format!("set `{path}` to {whole}; `rollout.temperature` may narrow the distribution instead")
+            Self::UnboundedSupport { path, whole, .. } => {
+                format!("set `rollout.sample_top_k`, to 256 say, or `{path}` to {whole}")
             }
             Self::OverlongCacheTooLong { max_tokens, .. } => {
                 format!("set `cache_tokens` to {max_tokens} or less")
@@ -453,8 +455,11 @@ fn check_rollout(rollout: &Rollout) -> Result<(), Rule> {
     within("rollout.over_sampling_groups", rollout.over_sampling_groups, Limit::Count(0), "0")?;
     within("rollout.top_p", rollout.top_p, Limit::PositiveShare, "1.0")?;
     within("rollout.min_p", rollout.min_p, Limit::BelowOne, "0")?;
+    within("rollout.sample_top_k", rollout.sample_top_k, Limit::Count(0), "0")?;
+    if rollout.sample_top_k > 0 {
+        return Ok(());
+    }
     whole("rollout.top_p", rollout.top_p, 1.0)?;
-    whole("rollout.sample_top_k", rollout.sample_top_k.to_f64(), 0.0)?;
     whole("rollout.min_p", rollout.min_p, 0.0)
 }
 
@@ -476,7 +481,7 @@ pub(crate) fn within(
 }
 
 fn whole(path: &'static str, value: f64, whole: f64) -> Result<(), Rule> {
-    if value != whole { Err(Rule::TruncatedSampling { path, value, whole }) } else { Ok(()) }
+    if value != whole { Err(Rule::UnboundedSupport { path, value, whole }) } else { Ok(()) }
 }
 
 pub(crate) fn filled(path: &'static str, text: &(impl AsRef<Path> + ?Sized)) -> Result<(), Rule> {

@@ -30,9 +30,10 @@ impl fmt::Display for Dtype {
 
 /// What is sampled for every batch the trainer learns from.
 ///
-/// The logprobs that the trainer compares with are those of the distribution sampled from. It scores all of the
-/// vocabulary, so a recipe that samples from a part of it is refused: `top_p`, `sample_top_k` and `min_p` are known,
-/// but must keep their defaults.
+/// Logprobs, the rollout's and the trainer's, are those of the distribution sampled from: logits are divided by
+/// `temperature`, then cut by `sample_top_k`, `top_p` and `min_p`, in this order, and what is left is renormalised. What
+/// a draw kept goes to the trainer with its token, which scores it over the same tokens. That takes 4 bytes a kept token,
+/// so whoever cuts says how many there may be: `sample_top_k`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Rollout {
@@ -45,13 +46,14 @@ pub struct Rollout {
     /// Divides the logits before sampling; above 0.
     #[serde(default = "one")]
     pub temperature: f64,
-    /// Samples from the most likely tokens that hold this much probability; must be 1, all of them.
+    /// Samples from the fewest most likely tokens that hold this much of what `sample_top_k` left; 1 takes all of them.
     #[serde(default = "one")]
     pub top_p: f64,
-    /// Samples from this many most likely tokens; must be 0, all of them.
+    /// Samples from this many most likely tokens; 0 takes all of them. Below 1, `top_p` needs it, and so does `min_p`
+    /// above 0: it bounds what is kept for every token, in the ring as in memory.
     #[serde(default)]
     pub sample_top_k: usize,
-    /// Samples from tokens at least this many times as likely as the most likely one; must be 0, all of them.
+    /// Samples from tokens at least this many times as likely as the most likely one; 0 takes all of them.
     #[serde(default)]
     pub min_p: f64,
     /// Format the engine holds weights, keys and values in.

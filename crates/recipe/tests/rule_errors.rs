@@ -100,16 +100,11 @@ fn over_sampling_without_staleness_is_refused() {
 }
 
 #[test]
-fn truncated_sampling_is_refused() {
-    assert_snapshot!(with("max_new_tokens: 16", "max_new_tokens: 16, top_p: 0.95"), @"
-    error: `rollout.top_p` is 0.95, but the trainer scores the whole distribution, so logprobs would not compare
-     --> x.yaml:3:66
-      |
-    3 | rollout: { groups: 16, group_size: 8, max_new_tokens: 16, top_p: 0.95 }
-      |                                                                  ^^^^
-
-    hint: set `rollout.top_p` to 1; `rollout.temperature` may narrow the distribution instead
-    ");
+fn truncated_sampling_without_a_bound_is_refused() {
+    for cut in ["rollout.top_p=0.95", "rollout.min_p=0.05"] {
+        assert!(set(&[cut]).contains("does not say how many tokens a draw may keep"), "{}", set(&[cut]));
+        load(&[cut, "rollout.sample_top_k=20"]).expect("what is kept is bounded");
+    }
 }
 
 #[test]
@@ -213,6 +208,7 @@ const BEYOND: &[&str] = &[
     "rollout.top_p=1.1",
     "rollout.min_p=-0.1",
     "rollout.min_p=1",
+    "rollout.sample_top_k=16777217",
     "rollout.over_sampling_groups=16777217",
     "engine.kv_memory=0",
     "engine.block_tokens=0",
