@@ -268,7 +268,7 @@ fn fused_gradients(policy: &mut Policy, reference: &Reference, replay: Option<&V
     assert!((loss.to_scalar::<f32>().unwrap() - expected).abs() < 1e-5);
     let mut gradients = policy.zero_gradients();
     policy.backward(&output, &loss.backward().unwrap(), &mut gradients).unwrap();
-    gradients
+    gradients.into_tensors()
 }
 
 /// The same by checkpoint name, per expert.

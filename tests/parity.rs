@@ -322,7 +322,7 @@ fn both_sides(checkpoint: &Checkpoint) -> (Vec<Rollout>, Vec<u32>, Vec<Vec<u32>>
         .backward(&output, &output.logprobs.sum_all().unwrap().backward().unwrap(), &mut gradients)
         .unwrap();
     let logprobs = bits(&output.logprobs.to_vec1().unwrap());
-    (rollouts, logprobs, gradients.iter().map(|gradient| bits(gradient)).collect())
+    (rollouts, logprobs, gradients.into_tensors().iter().map(|gradient| bits(gradient)).collect())
 }
 
 /// Routes are addressed by the engine they are of, never by how many were built before it.

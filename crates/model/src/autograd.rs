@@ -18,11 +18,13 @@ use crate::forward::{forward, logits};
 use crate::source::TensorSource;
 
 mod backward;
+pub mod gradients;
 mod params;
 pub mod tape;
 mod values;
 
 use backward::Backward;
+use gradients::Gradients;
 use params::ParamId;
 use tape::{FixedTensor, NodeId, Tape};
 
@@ -172,8 +174,8 @@ impl Policy {
 
     /// Zero gradients, one for each of [`Self::vars`].
     #[must_use]
-    pub fn zero_gradients(&self) -> Vec<Vec<f32>> {
-        self.vars().iter().map(|(_, var)| vec![0.0; var.elem_count()]).collect()
+    pub fn zero_gradients(&self) -> Gradients {
+        Gradients::new(self.vars().iter().map(|(_, var)| vec![0.0; var.elem_count()]).collect())
     }
 
     /// Logits `[T, V]` of packed sequences. What is trained on are [`Self::logprobs`], which never hold so many.
@@ -283,7 +285,7 @@ impl Policy {
         &mut self,
         output: &PolicyOutput,
         of_output: &GradStore,
-        gradients: &mut [Vec<f32>],
+        gradients: &mut Gradients,
     ) -> Result<(), ModelError> {
         let mut last =
             self.last.take().filter(|last| last.number == output.number).expect("the newest forward");
@@ -296,7 +298,7 @@ impl Policy {
         let of_entropies = values(&output.entropy)?.unwrap_or_else(|| vec![0.0; last.targets.len()]);
         let score_grads = output.router_scores.iter().map(values);
         let score_grads: Vec<Option<Vec<f32>>> = score_grads.collect::<Result<_, ModelError>>()?;
-        self.head_backward(&last, (&of_logprobs, &of_entropies), gradients)?;
+        self.head_backward(&last, (&of_logprobs, &of_entropies), gradients.tensors_mut())?;
         let (weights, attend) = (&self.weights, &mut last.attend);
         Backward { weights, attend, score_grads: &score_grads, gradients }.run(&mut self.tape, 0)
     }

@@ -44,7 +44,7 @@ pub struct Train {
     /// Optimiser steps taken on one batch of rollouts, each on an even share of the groups that are trained on; one a
     /// group where fewer groups are left.
     pub mini_steps: usize,
-    /// Tokens of one forward and backward pass. Bounds memory; never changes a gradient beyond rounding.
+    /// Tokens of one forward and backward pass. Bounds memory; changes no bit of a step.
     pub micro_batch_tokens: usize,
     /// Optimiser steps between the oldest token of a batch and the trainer when it takes the batch; 0 samples every
     /// batch with the newest weights.

@@ -27,11 +27,17 @@ pub(crate) fn grpo() -> Objective {
 
 /// A dense layer between two MoE layers of 4 experts, top 2; weights large enough for uneven choices.
 pub(crate) fn tiny_policy(seed: u64) -> Policy {
+    policy_like(seed, false)
+}
+
+/// The same, perhaps with a head that is the embedding table.
+pub(crate) fn policy_like(seed: u64, tied: bool) -> Policy {
     let raw = serde_json::json!({
         "model_type": "qwen3_moe", "vocab_size": 13, "hidden_size": 8, "num_hidden_layers": 3,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 12,
         "moe_intermediate_size": 4, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": true,
         "mlp_only_layers": [1], "max_position_embeddings": 64, "initializer_range": 0.5,
+        "tie_word_embeddings": tied,
     });
     let serde_json::Value::Object(raw) = raw else { unreachable!("it is written as one") };
     let config = ModelConfig::parse(raw, "config.json".as_ref()).unwrap();

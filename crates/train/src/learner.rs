@@ -2,11 +2,11 @@
 
 use candle_core::Tensor;
 use r3_core::ids::PolicyVersion;
+use r3_model::autograd::gradients::Gradients;
 use r3_model::autograd::{Policy, PolicyOutput};
 use r3_recipe::learning::NonFinite;
 
 use crate::error::TrainError;
-use crate::gradients::Gradients;
 use crate::optimiser::{Optimiser, OptimiserConfig, Update};
 
 /// The policy, its optimiser and the gradient between them.
@@ -14,7 +14,7 @@ pub(crate) struct Learner {
     pub(crate) policy: Policy,
     pub(crate) optimiser: Optimiser,
     pub(crate) version: PolicyVersion,
-    gradients: Gradients,
+    pub(crate) gradients: Gradients,
     /// Whether a loss of this optimiser step was not finite.
     is_spoilt: bool,
 }
@@ -22,7 +22,7 @@ pub(crate) struct Learner {
 impl Learner {
     pub(crate) fn new(policy: Policy, config: OptimiserConfig) -> Self {
         let optimiser = Optimiser::new(policy.vars(), config);
-        let gradients = Gradients::new(policy.zero_gradients());
+        let gradients = policy.zero_gradients();
         Self { policy, optimiser, version: PolicyVersion(0), gradients, is_spoilt: false }
     }
 
@@ -37,7 +37,7 @@ impl Learner {
             self.skip_or_stop(TrainError::NonFinite { tensor: "the loss".into(), version: self.version })?;
             return Ok(false);
         }
-        self.policy.backward(output, &loss.backward()?, self.gradients.tensors_mut())?;
+        self.policy.backward(output, &loss.backward()?, &mut self.gradients)?;
         Ok(true)
     }
 
@@ -57,6 +57,7 @@ impl Learner {
         if *is_spoilt {
             return Ok(None);
         }
+        gradients.finish();
         match policy.change(|vars| optimiser.update(vars, gradients, *version)) {
             Ok(update) => {
                 self.version = self.version.next();

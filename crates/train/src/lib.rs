@@ -17,7 +17,6 @@ pub mod batch;
 pub mod batch_stats;
 pub mod checkpoint;
 pub mod error;
-pub mod gradients;
 pub mod loads;
 pub mod loss;
 pub mod micro_batch;

@@ -12,7 +12,7 @@ pub mod surrogate;
 use candle_core::{Result, Tensor};
 use r3_recipe::objective::KlPlace;
 
-use crate::loss::aggregation::weighted_sum;
+use crate::loss::aggregation::weighted;
 use crate::objective::{KlTerm, Objective};
 
 /// One micro-batch as the losses see it. Every array is `[T]`; entry `t` is about the token predicted at input `t`.
@@ -38,14 +38,14 @@ pub struct TokenBatch<'a> {
     pub lengths: &'a [usize],
 }
 
-/// A micro-batch's share of the loss, in scalars that add up over micro-batches.
+/// A micro-batch's share of the loss, which adds up over micro-batches.
 #[derive(Clone, Debug)]
 pub struct Loss {
-    /// What is minimised: `policy + coef * kl - entropy_coef * entropy`.
+    /// What is minimised, a scalar: `(-surrogate + coef * kl - entropy_coef * entropy) / denominator`, summed over tokens.
     pub total: Tensor,
-    /// That of the surrogate.
-    pub policy: Tensor,
-    /// KL to the reference, nats, if it is part of the loss.
+    /// The surrogate of each token, weighed, `[T]`.
+    pub surrogate: Tensor,
+    /// KL to the reference of each token, weighed, `[T]` nats, if it is part of the loss.
     pub kl: Option<Tensor>,
 }
 
@@ -66,20 +66,20 @@ pub fn loss(objective: &Objective, batch: &TokenBatch<'_>, denominator: f64) -> 
     if let Some(correction) = batch.correction {
         surrogate = (surrogate * correction)?;
     }
-    let mean = |x: &Tensor| weighted_sum(x, batch.mask, batch.weights)? / denominator;
-    let policy = (weighted_sum(&surrogate, batch.mask, batch.weights)? / -denominator)?;
-    let mut total = policy.clone();
+    let weigh = |x: &Tensor| weighted(x, batch.mask, batch.weights);
+    let surrogate = weigh(&surrogate)?;
+    let mut total = (surrogate.sum_all()? / -denominator)?;
     let mut loss_kl = None;
     if let Some(KlTerm { coef, estimator, place: KlPlace::Loss }) = objective.kl {
         let reference = batch.ref_logprobs.expect("a KL has a reference");
-        let kl = mean(&estimator.apply(batch.policy_logprobs, reference, batch.old_logprobs)?)?;
-        total = (total + (&kl * coef)?)?;
+        let kl = weigh(&estimator.apply(batch.policy_logprobs, reference, batch.old_logprobs)?)?;
+        total = (total + ((kl.sum_all()? / denominator)? * coef)?)?;
         loss_kl = Some(kl);
     }
     if objective.entropy_coef != 0.0 {
-        total = (total - (mean(batch.entropy)? * objective.entropy_coef)?)?;
+        total = (total - ((weigh(batch.entropy)?.sum_all()? / denominator)? * objective.entropy_coef)?)?;
     }
-    Ok(Loss { total, policy, kl: loss_kl })
+    Ok(Loss { total, surrogate, kl: loss_kl })
 }
 
 #[cfg(test)]

@@ -6,10 +6,10 @@ use candle_core::{CpuStorage, InplaceOp1, Layout, Var, bail};
 use r3_core::ids::PolicyVersion;
 use r3_kernels::adamw::{AdamwStep, adamw};
 use r3_kernels::muon::{MuonStep, muon};
+use r3_model::autograd::gradients::Gradients;
 use r3_recipe::learning::{Muon, NonFinite, Sft, Train};
 
 use crate::error::TrainError;
-use crate::gradients::Gradients;
 use crate::schedule::LearningRate;
 
 /// What an optimiser does, and what it does not do.
@@ -152,7 +152,9 @@ impl Optimiser {
         version: PolicyVersion,
     ) -> Result<Update, TrainError> {
         let grad_norm = gradients.norm();
-        if let Some(index) = gradients.non_finite().filter(|_| !grad_norm.is_finite()) {
+        if !grad_norm.is_finite()
+            && let Some(index) = gradients.non_finite()
+        {
             return Err(TrainError::NonFinite {
                 tensor: format!("the gradient of {}", vars[index].0),
                 version,

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::Path;
 
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use r3_core::ids::PolicyVersion;
 use r3_kernels::route_record::RouteRecord;
 use r3_model::autograd::{Policy, PolicyOutput, Scored};
@@ -371,7 +371,7 @@ impl Trainer {
             let n_inputs = self.micro.n_inputs();
             (account.progress)(PassDone { n_inputs, stage: Stage::Forward });
             if self.learner.add_gradient(&loss.total, &pass.output)? {
-                account.actor.add_loss(&loss)?;
+                account.actor.add_loss(&loss, denominator)?;
             }
             (account.progress)(PassDone { n_inputs, stage: Stage::Learned });
         }
@@ -491,7 +491,13 @@ impl Measured {
     }
 }
 
-/// Sums behind [`ActorStats`].
+/// Adds each of the `parts` `[T]` over `whole`, one after the other, so that it does not show how a step was split.
+fn add_shares(sum: &mut f64, parts: &Tensor, whole: f64) -> candle_core::Result<()> {
+    parts.to_vec1::<f32>()?.into_iter().for_each(|part| *sum += f64::from(part) / whole);
+    Ok(())
+}
+
+/// Sums behind [`ActorStats`]. Every one is a chain over tokens, in order.
 #[derive(Default)]
 struct ActorSums {
     loss: f64,
@@ -534,10 +540,10 @@ impl ActorSums {
         }
     }
 
-    fn add_loss(&mut self, loss: &Loss) -> Result<(), TrainError> {
-        self.loss += f64::from(loss.policy.to_scalar::<f32>()?);
+    fn add_loss(&mut self, loss: &Loss, denominator: f64) -> Result<(), TrainError> {
+        add_shares(&mut self.loss, &loss.surrogate, -denominator)?;
         if let Some(kl) = &loss.kl {
-            *self.kl_loss.get_or_insert_default() += f64::from(kl.to_scalar::<f32>()?);
+            add_shares(self.kl_loss.get_or_insert_default(), kl, denominator)?;
         }
         Ok(())
     }
@@ -577,6 +583,8 @@ impl ActorSums {
     }
 }
 
+#[cfg(test)]
+mod splits;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]

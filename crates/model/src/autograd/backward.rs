@@ -11,6 +11,7 @@ use r3_kernels::router::{Choice, Gated, Routing};
 use r3_kernels::swiglu::silu_mul_backward;
 
 use super::PackedSequences;
+use super::gradients::Gradients;
 use super::params::{ExpertsId, ParamId};
 use super::tape::{Node, NodeId, Op, Projection, Tape};
 use crate::error::ModelError;
@@ -25,7 +26,7 @@ pub(super) struct Backward<'a> {
     /// Per MoE layer, the gradient `[T, E]` that the loss has with respect to the router's logits.
     pub(super) score_grads: &'a [Option<Vec<f32>>],
     /// By parameter.
-    pub(super) gradients: &'a mut [Vec<f32>],
+    pub(super) gradients: &'a mut Gradients,
 }
 
 impl Backward<'_> {
@@ -77,10 +78,7 @@ impl Backward<'_> {
     fn step(&mut self, tape: &mut Tape, op: &Op, rows: &Rows, grad: &Arc<Rows>) -> Result<(), ModelError> {
         match op {
             Op::Embed { table, tokens } => {
-                let (width, table) = (grad.width(), &mut self.gradients[table.0]);
-                for (row, token) in grad.values().chunks_exact(width).zip(tokens.iter()) {
-                    residual::add(row, &mut table[token.index() * width..][..width]);
-                }
+                self.gradients.look_up(table.0, tokens, grad.values());
             }
             Op::RmsNorm { x, weight } => self.rms_norm(tape, (*x, *weight), grad.values())?,
             Op::Linear { x, projection } => self.linear(tape, (*x, *projection), grad)?,
@@ -123,7 +121,7 @@ impl Backward<'_> {
         let (mut x_grad, onto) = tape.take_grad(x);
         let values = tape.params.values(weight)?;
         let norm = RmsNorm { x: tape.values(x), weight: &values, eps: tape.constants.eps };
-        norm.backward(grad, onto, x_grad.values_mut(), &mut self.gradients[weight.0]);
+        norm.backward(grad, onto, x_grad.values_mut(), &mut self.gradients.tensors_mut()[weight.0]);
         drop(values);
         tape.set_grad(x, x_grad);
         Ok(())
@@ -141,12 +139,12 @@ impl Backward<'_> {
         let (k, dtype) = (x_grad.width(), tape.params.dtype(weight));
         let linear = Linear { x: tape.values(x), w: &values, k, dtype, lengths: &self.attend.lengths };
         linear.x_gradient(grad.values(), onto, x_grad.values_mut());
-        linear.add_w_gradient(grad.values(), &mut self.gradients[weight.0]);
+        linear.add_w_gradient(grad.values(), &mut self.gradients.tensors_mut()[weight.0]);
         drop(values);
         tape.set_grad(x, x_grad);
         if let Some(bias) = bias {
             for row in grad.values().chunks_exact(grad.width()) {
-                residual::add(row, &mut self.gradients[bias.0]);
+                residual::add(row, &mut self.gradients.tensors_mut()[bias.0]);
             }
         }
         Ok(())
@@ -206,8 +204,11 @@ impl Backward<'_> {
             dtype: tape.params.dtype(gate_up),
             lengths: &self.attend.lengths,
         };
-        let [gate_up, down] =
-            self.gradients.get_disjoint_mut([gate_up.0, down.0]).expect("two parameters of the model");
+        let [gate_up, down] = self
+            .gradients
+            .tensors_mut()
+            .get_disjoint_mut([gate_up.0, down.0])
+            .expect("two parameters of the model");
         let out = ExpertGrads { x: x_grad.values_mut(), gates: gates_grad.values_mut(), gate_up, down };
         trace.backward(&operands, grad.values(), out);
         drop((gate_up_values, down_values));

@@ -91,7 +91,7 @@ fn pass(policy: &mut Policy, routing: &mut Routing<'_>) -> (Vec<f32>, Vec<Vec<f3
     let loss = (loss + scores).unwrap();
     let mut gradients = policy.zero_gradients();
     policy.backward(&output, &loss.backward().unwrap(), &mut gradients).unwrap();
-    (output.logprobs.to_vec1().unwrap(), gradients)
+    (output.logprobs.to_vec1().unwrap(), gradients.into_tensors())
 }
 
 /// One that scores with a softmax, and one of sigmoids, groups, a bias and shared experts.
@@ -181,7 +181,7 @@ fn logprob_pass(
     policy
         .backward(&output, &output.logprobs.sum_all().unwrap().backward().unwrap(), &mut gradients)
         .unwrap();
-    (output.logprobs.to_vec1().unwrap(), output.ran, gradients)
+    (output.logprobs.to_vec1().unwrap(), output.ran, gradients.into_tensors())
 }
 
 #[test]
@@ -276,5 +276,51 @@ fn a_gradient_is_of_the_newest_forward_and_of_its_weights() {
         let mut gradients = policy.zero_gradients();
         let late = std::panic::AssertUnwindSafe(|| policy.backward(&output, &store, &mut gradients));
         assert!(std::panic::catch_unwind(late).is_err());
+    }
+}
+
+/// Gradients of a weighted sum of logprobs, of sequences of `lengths` in passes of `passes` sequences each.
+fn gradients_in_passes(policy: &mut Policy, lengths: &[usize], passes: &[usize]) -> Vec<Vec<f32>> {
+    let vocab = policy.config().vocab_size as u32;
+    let token = |t: usize| TokenId((t as u32).wrapping_mul(2_654_435_761) / 7 % vocab);
+    let mut gradients = policy.zero_gradients();
+    let (mut sequences, mut end) = (lengths, 0);
+    for &pass in passes {
+        let (lengths, rest) = sequences.split_at(pass);
+        let t = end..end + lengths.iter().sum::<usize>();
+        (sequences, end) = (rest, t.end);
+        let tokens: Vec<TokenId> = t.clone().map(token).collect();
+        let targets: Vec<TokenId> = t.clone().map(|t| token(t + 1)).collect();
+        let batch = Packed { tokens: &tokens, targets: &targets, lengths };
+        let output = policy.logprobs(&batch, &mut Routing::Free, 0.7).unwrap();
+        let pulls: Vec<f32> = t.map(|t| (t as f32 * 1.7).sin()).collect();
+        let loss = (&output.logprobs * Tensor::new(pulls, &Device::Cpu).unwrap()).unwrap().sum_all().unwrap();
+        policy.backward(&output, &loss.backward().unwrap(), &mut gradients).unwrap();
+    }
+    assert!(sequences.is_empty());
+    gradients.into_tensors()
+}
+
+#[test]
+fn sequences_in_any_number_of_passes_have_the_same_gradients_to_the_bit() {
+    let lengths = [5, 40, 1, 7, 33, 12];
+    for (tied, dtype) in [false, true].into_iter().flat_map(|tied| [(tied, Dtype::F32), (tied, Dtype::Bf16)])
+    {
+        // Wide enough for threads to share the work.
+        let config = config_with(serde_json::json!({
+            "tie_word_embeddings": tied, "mlp_only_layers": [0], "attention_bias": true, "hidden_size": 72,
+            "vocab_size": 1200, "intermediate_size": 90, "moe_intermediate_size": 40,
+        }));
+        let run = |passes: &[usize], threads, recompute| {
+            let mut policy = in_precision(&config, dtype, recompute);
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| gradients_in_passes(&mut policy, &lengths, passes))
+        };
+        let whole = run(&[6], 1, false);
+        for (passes, threads, recompute) in
+            [(&[1; 6][..], 2, false), (&[2, 3, 1], 1, true), (&[3, 3], 2, true), (&[1, 5], 1, false)]
+        {
+            assert!(run(passes, threads, recompute) == whole, "{passes:?} of {dtype}, tied: {tied}");
+        }
     }
 }

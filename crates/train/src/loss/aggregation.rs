@@ -60,9 +60,9 @@ impl Aggregation {
     }
 }
 
-/// `sum_t weight_t * mask_t * x_t`, a scalar; all arrays are `[T]`.
-pub(crate) fn weighted_sum(x: &Tensor, mask: &Tensor, weights: &Tensor) -> Result<Tensor> {
-    ((x * mask)? * weights)?.sum_all()
+/// `weight_t * mask_t * x_t`; all arrays are `[T]`.
+pub(crate) fn weighted(x: &Tensor, mask: &Tensor, weights: &Tensor) -> Result<Tensor> {
+    (x * mask)? * weights
 }
 
 #[cfg(test)]

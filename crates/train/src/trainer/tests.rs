@@ -307,26 +307,6 @@ fn without_routes_the_trainer_holds_no_route_memory() {
 }
 
 #[test]
-fn micro_batches_add_up() {
-    for algorithm in objectives() {
-        let gradient = |micro_batch_tokens| {
-            let mut trainer = trainer(&algorithm);
-            let stats = step(&mut trainer, &rollouts(), Limits { micro_batch_tokens, ..WHOLE }).unwrap();
-            (stats.actor.pg_loss, first_moments(&trainer))
-        };
-        let (loss, whole) = gradient(1000);
-        for micro_batch_tokens in [1, 11, 20] {
-            let (split_loss, split) = gradient(micro_batch_tokens);
-            assert!((loss - split_loss).abs() < 1e-6);
-            let largest = whole.iter().fold(0.0_f32, |largest, m| largest.max(m.abs()));
-            for (a, b) in whole.iter().zip(&split) {
-                assert!((a - b).abs() <= 1e-5 * largest, "{a} is not {b}");
-            }
-        }
-    }
-}
-
-#[test]
 fn the_order_of_arrival_and_repetition_change_no_bit() {
     let run = |rollouts: Vec<OwnedRollout>| {
         let mut trainer = trainer(&objectives()[0]);
