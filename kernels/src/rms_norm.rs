@@ -55,23 +55,11 @@ multiversion! {
 
 #[inline(always)]
 fn normalise_rows_body<I: Isa>(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
-    let (weights, last_weights) = weight.as_chunks::<LANES>();
     for (x, y) in x.chunks_exact(weight.len()).zip(y.chunks_exact_mut(weight.len())) {
         let scale = inverse_rms::<I>(x, eps);
-        let ((x, last_x), (y, last_y)) = (x.as_chunks::<LANES>(), y.as_chunks_mut::<LANES>());
-        for ((y, x), weights) in y.iter_mut().zip(x).zip(weights) {
-            scale_lanes(x, scale, weights, y);
+        for ((y, &x), &weight) in y.iter_mut().zip(x).zip(weight) {
+            *y = x * scale * weight;
         }
-        scale_lanes(last_x, scale, last_weights, last_y);
-    }
-}
-
-/// `y = x scale weight`. Of sixteen elements it is a few instructions; in a loop over a row, those of a short row would all
-/// be what such a loop does at its end, one by one.
-#[inline(always)]
-fn scale_lanes(x: &[f32], scale: f32, weight: &[f32], y: &mut [f32]) {
-    for ((y, &x), &weight) in y.iter_mut().zip(x).zip(weight) {
-        *y = x * scale * weight;
     }
 }
 
@@ -85,42 +73,39 @@ pub(crate) fn inverse_rms<I: Isa>(x: &[f32], eps: f32) -> f32 {
 /// order, then the lanes.
 #[inline(always)]
 fn sum_of_products<I: Isa, const N: usize>(rows: [&[f32]; N]) -> f32 {
-    // Sets of their own, not an array: what is indexed lies in memory.
-    let [mut a, mut b, mut c, mut d] = [[0.0; LANES]; SETS];
-    for start in (0..rows[0].len()).step_by(SETS * LANES) {
-        let rows = rows.map(|row| &row[start..]);
-        add_products::<I, N>(rows, &mut a);
-        add_products::<I, N>(rows.map(|row| row.get(LANES..).unwrap_or_default()), &mut b);
-        add_products::<I, N>(rows.map(|row| row.get(2 * LANES..).unwrap_or_default()), &mut c);
-        add_products::<I, N>(rows.map(|row| row.get(3 * LANES..).unwrap_or_default()), &mut d);
+    let len = rows[0].len();
+    let mut sets = [[0.0; LANES]; SETS];
+    for start in (0..len).step_by(SETS * LANES) {
+        for (set, lanes) in sets.iter_mut().enumerate() {
+            let from = start + set * LANES;
+            // A whole set is a loop of known length, so that it vectorises in rows as short as a head, too.
+            if from + LANES <= len {
+                add_products::<I, N>(rows.map(|row| &row[from..from + LANES]), &mut lanes[..]);
+            } else if from < len {
+                add_products::<I, N>(rows.map(|row| &row[from..len]), &mut lanes[..len - from]);
+            }
+        }
     }
-    for set in [b, c, d] {
-        for (lane, value) in a.iter_mut().zip(set) {
+    let [mut lanes, rest @ ..] = sets;
+    for set in rest {
+        for (lane, value) in lanes.iter_mut().zip(set) {
             *lane += value;
         }
     }
-    sum_lanes(a)
+    sum_lanes(lanes)
 }
 
-/// Adds the product of element `i` of all rows to `sums[i]`; of fewer elements than lanes, the rest is 0.
+/// Adds the product of element `i` of all rows to `sums[i]`.
 #[inline(always)]
-fn add_products<I: Isa, const N: usize>(rows: [&[f32]; N], sums: &mut [f32; LANES]) {
-    if rows[0].is_empty() {
-        return;
-    }
-    let lanes = rows.map(|row| {
-        row.first_chunk().copied().unwrap_or_else(|| {
-            let mut lanes = [0.0; LANES];
-            lanes[..row.len()].copy_from_slice(row);
-            lanes
-        })
-    });
+fn add_products<I: Isa, const N: usize>(rows: [&[f32]; N], sums: &mut [f32]) {
+    let n = sums.len();
+    let rows = rows.map(|row| &row[..n]);
     for (i, sum) in sums.iter_mut().enumerate() {
         let mut factors = 1.0;
-        for row in &lanes[..N - 1] {
+        for row in &rows[..N - 1] {
             factors *= row[i];
         }
-        *sum = I::mul_add(factors, lanes[N - 1][i], *sum);
+        *sum = I::mul_add(factors, rows[N - 1][i], *sum);
     }
 }
 
@@ -174,55 +159,26 @@ multiversion! {
     ) = backward_rows_body;
 }
 
+/// With `r = 1 / sqrt(mean(x^2) + eps)`: `x_grad = r (w grad - x r^2 mean(w grad x))`. `out` is that and each row's `r`.
 #[inline(always)]
 fn backward_rows_body<I: Isa>(
     operands: &RmsNorm<'_>,
     grad: &[f32],
     onto: bool,
-    out: (&mut [f32], &mut [f32]),
-) {
-    if onto {
-        x_gradient_rows::<I, true>(operands, grad, out);
-    } else {
-        x_gradient_rows::<I, false>(operands, grad, out);
-    }
-}
-
-/// With `r = 1 / sqrt(mean(x^2) + eps)`: `x_grad = r (w grad - x r^2 mean(w grad x))`. `out` is that and each row's `r`.
-#[inline(always)]
-fn x_gradient_rows<I: Isa, const ONTO: bool>(
-    operands: &RmsNorm<'_>,
-    grad: &[f32],
     (x_grad, scales): (&mut [f32], &mut [f32]),
 ) {
     let &RmsNorm { x, weight, eps } = operands;
     let width = weight.len();
-    let (weights, last_weights) = weight.as_chunks::<LANES>();
     let rows = x.chunks_exact(width).zip(grad.chunks_exact(width));
     for ((x, grad), (x_grad, out)) in rows.zip(x_grad.chunks_exact_mut(width).zip(scales)) {
         let scale = inverse_rms::<I>(x, eps);
         *out = scale;
         let mean = sum_of_products::<I, 3>([weight, grad, x]) / width as f32;
-        let factors = (scale, scale * scale * mean);
-        let ((x, last_x), (grad, last_grad)) = (x.as_chunks::<LANES>(), grad.as_chunks::<LANES>());
-        let (x_grad, last_x_grad) = x_grad.as_chunks_mut::<LANES>();
-        for ((x, grad), (weights, x_grad)) in x.iter().zip(grad).zip(weights.iter().zip(x_grad)) {
-            slope_lanes::<ONTO>([x, grad, weights], factors, x_grad);
+        let pull = scale * scale * mean;
+        for (((&x, &grad), &weight), x_grad) in x.iter().zip(grad).zip(weight).zip(x_grad) {
+            let slope = scale * (weight * grad - x * pull);
+            *x_grad = if onto { *x_grad + slope } else { slope };
         }
-        slope_lanes::<ONTO>([last_x, last_grad, last_weights], factors, last_x_grad);
-    }
-}
-
-/// As [`scale_lanes`], of `x_grad`.
-#[inline(always)]
-fn slope_lanes<const ONTO: bool>(
-    [x, grad, weight]: [&[f32]; 3],
-    (scale, pull): (f32, f32),
-    x_grad: &mut [f32],
-) {
-    for (((&x, &grad), &weight), x_grad) in x.iter().zip(grad).zip(weight).zip(x_grad) {
-        let slope = scale * (weight * grad - x * pull);
-        *x_grad = if ONTO { *x_grad + slope } else { slope };
     }
 }
 
