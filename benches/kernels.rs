@@ -15,6 +15,7 @@ use r3_kernels::lm_head::gradient::HeadGradient;
 use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
 use r3_kernels::logprob::chosen_logprobs;
 use r3_kernels::router::{Choice, RouterConfig, Routing, choose, gates};
+use r3_kernels::weight_gradient::WeightGradient;
 
 const DTYPES: [Dtype; 2] = [Dtype::F32, Dtype::Bf16];
 
@@ -52,7 +53,7 @@ fn gemm(c: &mut Criterion) {
         group.bench_function(format!("{dtype}/backward/512x{n}x{k}"), |b| {
             b.iter(|| {
                 operands.x_gradient(black_box(&grad), false, black_box(&mut x_grad));
-                operands.add_w_gradient(black_box(&grad), black_box(&mut w_grad));
+                operands.add_w_gradient(black_box(&grad), WeightGradient::Whole(black_box(&mut w_grad)));
             });
         });
     }
@@ -99,7 +100,12 @@ fn experts(c: &mut Criterion) {
         group.bench_function(format!("{dtype}/backward/512"), |b| {
             b.iter(|| {
                 let (x, gates) = (&mut x_grad[..], &mut gates_grad[..]);
-                let grads = ExpertGrads { x, gates, gate_up: &mut gate_up_grad, down: &mut down_grad };
+                let grads = ExpertGrads {
+                    x,
+                    gates,
+                    gate_up: WeightGradient::Whole(&mut gate_up_grad),
+                    down: WeightGradient::Whole(&mut down_grad),
+                };
                 trace.backward(&operands, black_box(&grad), grads);
             });
         });
@@ -184,7 +190,7 @@ fn logprob(c: &mut Criterion) {
     let (pull, mut hidden_grad, mut weight_grad) =
         (vec![1.0; t], vec![0.0; t * width], vec![0.0; vocab * width]);
     group.bench_function(format!("head_backward/{t}x{width}x{vocab}"), |b| {
-        b.iter(|| head.add(black_box((&pull, &pull)), (&mut hidden_grad, &mut weight_grad)));
+        b.iter(|| head.add(black_box((&pull, &pull)), (&mut hidden_grad, Some(&mut weight_grad))));
     });
 }
 

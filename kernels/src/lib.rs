@@ -21,6 +21,7 @@ pub mod experts;
 pub mod gemm;
 pub mod lm_head;
 pub mod logprob;
+pub mod low_rank;
 pub mod muon;
 pub mod numerics;
 pub mod parallel;
@@ -33,6 +34,7 @@ pub mod stream;
 pub mod swiglu;
 pub mod team;
 pub mod truncate;
+pub mod weight_gradient;
 
 mod exp;
 mod isa;

@@ -17,10 +17,12 @@ use r3_kernels::gemm::linear::Linear;
 use r3_kernels::gemm::{Dtype, PackedMatrix, matmul};
 use r3_kernels::lm_head::gradient::HeadGradient;
 use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
+use r3_kernels::low_rank::Factors;
 use r3_kernels::rms_norm::{RmsNorm, rms_norm};
 use r3_kernels::rope::{RopeTable, rope, rope_backward};
 use r3_kernels::router::{Choice, Gated, RouterConfig, Routing, Scoring, choose, gates};
 use r3_kernels::swiglu::{silu_mul, silu_mul_backward};
+use r3_kernels::weight_gradient::WeightGradient;
 
 /// How far an input is moved either way.
 const STEP: f32 = 1.0 / 64.0;
@@ -107,7 +109,7 @@ proptest! {
             let (mut x, mut w) = (vec![0.0; t * k], vec![0.0; n * k]);
             let operands = Linear { x: &v[0], w: &v[1], k, dtype: Dtype::F32, lengths: &[t] };
             operands.x_gradient(grad, false, &mut x);
-            operands.add_w_gradient(grad, &mut w);
+            operands.add_w_gradient(grad, WeightGradient::Whole(&mut w));
             vec![x, w]
         };
         check(&[noise(t * k, 1), noise(n * k, 2)], forward, backward, 2e-3)?;
@@ -128,6 +130,7 @@ proptest! {
         let backward = |v: &[Vec<f32>], grad: &[f32]| {
             let mut out: Vec<Vec<f32>> = v.iter().map(|input| vec![0.0; input.len()]).collect();
             let [x, gates, gate_up, down] = &mut out[..] else { unreachable!("four inputs") };
+            let [gate_up, down] = [gate_up, down].map(|grad| WeightGradient::Whole(grad));
             let grads = ExpertGrads { x, gates, gate_up, down };
             let [x, gates, gate_up, down] = v else { unreachable!("four inputs") };
             let (dtype, lengths) = (Dtype::F32, &[n_tokens][..]);
@@ -142,6 +145,77 @@ proptest! {
             noise(e * width * inter, seed + 3),
         ];
         check(&inputs, |v| run(v).1, backward, 4e-3)?;
+    }
+
+    #[test]
+    fn linear_pulls_back_to_the_factors_of_its_weight(t in edge(), n in edge(), k in edge(), rank in 1_usize..10) {
+        let base = noise(n * k, 4);
+        let merged = |v: &[Vec<f32>]| {
+            let mut w = vec![0.0; n * k];
+            Factors { a: &v[1], b: &v[2], rank, scale: 0.75 }.merge(&base, 1, &mut w);
+            w
+        };
+        let forward = |v: &[Vec<f32>]| {
+            let mut y = vec![0.0; t * n];
+            matmul(&v[0], &PackedMatrix::pack(&merged(v), n, k, Dtype::F32), None, &mut y);
+            y
+        };
+        let backward = |v: &[Vec<f32>], grad: &[f32]| {
+            let mut out: Vec<Vec<f32>> = v.iter().map(|input| vec![0.0; input.len()]).collect();
+            let [x, a, b] = &mut out[..] else { unreachable!("three inputs") };
+            let operands = Linear { x: &v[0], w: &merged(v), k, dtype: Dtype::F32, lengths: &[t] };
+            operands.x_gradient(grad, false, x);
+            let factors = Factors { a: &v[1], b: &v[2], rank, scale: 0.75 };
+            operands.add_w_gradient(grad, WeightGradient::LowRank { factors, a, b });
+            out
+        };
+        check(&[noise(t * k, 1), noise(rank * k, 2), noise(n * rank, 3)], forward, backward, 4e-3)?;
+    }
+
+    #[test]
+    fn experts_pull_back_to_the_factors_of_one_weight_while_the_other_is_frozen(
+        (n_tokens, config) in layer(), width in 1_usize..20, inter in 1_usize..10, rank in 1_usize..5,
+        of_down: bool, seed in 0_u32..1000,
+    ) {
+        let (e, choice) = (config.n_experts, choice(n_tokens, config, seed));
+        let dims = ExpertDims { n_experts: e, width, inter };
+        let (n, k) = if of_down { (width, inter) } else { (2 * inter, width) };
+        let base = [noise(e * 2 * inter * width, seed + 2), noise(e * width * inter, seed + 3)];
+        let merged = |v: &[Vec<f32>]| {
+            let mut both = base.clone();
+            let at = usize::from(of_down);
+            Factors { a: &v[2], b: &v[3], rank, scale: 0.75 }.merge(&base[at], e, &mut both[at]);
+            both
+        };
+        let run = |v: &[Vec<f32>]| {
+            let (mut trace, mut y) = (ExpertTrace::default(), vec![0.0; n_tokens * width]);
+            let [gate_up, down] = merged(v);
+            let experts = Experts::pack(&gate_up, &down, dims, Dtype::F32);
+            trace.forward(&v[0], Routed { choice: &choice, gates: &v[1] }, &experts, &mut y);
+            (trace, y)
+        };
+        let backward = |v: &[Vec<f32>], grad: &[f32]| {
+            let mut out: Vec<Vec<f32>> = v.iter().map(|input| vec![0.0; input.len()]).collect();
+            let [x, gates, a, b] = &mut out[..] else { unreachable!("four inputs") };
+            let factors = Factors { a: &v[2], b: &v[3], rank, scale: 0.75 };
+            let mut both = [WeightGradient::Frozen, WeightGradient::Frozen];
+            both[usize::from(of_down)] = WeightGradient::LowRank { factors, a, b };
+            let [gate_up, down] = both;
+            let grads = ExpertGrads { x, gates, gate_up, down };
+            let [gate_up, down] = merged(v);
+            let (x, gates, gate_up, down) = (&v[0], &v[1], &gate_up, &down);
+            let (dtype, lengths) = (Dtype::F32, &[n_tokens][..]);
+            let operands = ExpertOperands { x, gates, gate_up, down, width, inter, dtype, lengths };
+            run(v).0.backward(&operands, grad, grads);
+            out
+        };
+        let inputs = [
+            noise(n_tokens * width, seed),
+            noise(n_tokens * config.top_k, seed + 1),
+            noise(e * rank * k, seed + 4),
+            noise(e * n * rank, seed + 5),
+        ];
+        check(&inputs, |v| run(v).1, backward, 6e-3)?;
     }
 
     #[test]
@@ -259,7 +333,7 @@ proptest! {
             let gradient =
                 HeadGradient { hidden, weight, packed, targets, logprobs, entropies, target_logits, lengths };
             let (mut hidden, mut weight) = (vec![0.0; t * width], vec![0.0; vocab * width]);
-            gradient.add((&grad[..t], &grad[t..]), (&mut hidden, &mut weight));
+            gradient.add((&grad[..t], &grad[t..]), (&mut hidden, Some(&mut weight)));
             vec![hidden, weight]
         };
         let inputs = [noise(t * width, 1), noise(vocab * width, 2)];

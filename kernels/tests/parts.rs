@@ -12,6 +12,7 @@ use r3_kernels::gemm::{Dtype, PackedMatrix};
 use r3_kernels::lm_head::gradient::HeadGradient;
 use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
 use r3_kernels::router::{Choice, RouterConfig, Routing, choose};
+use r3_kernels::weight_gradient::WeightGradient;
 
 fn noise(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
@@ -69,7 +70,7 @@ proptest! {
             let linear = Linear { x: &x, w: &w, k, dtype: dtype(bf16), lengths };
             let mut x_grad = vec![f32::NAN; x.len()];
             linear.x_gradient(&grad, false, &mut x_grad);
-            linear.add_w_gradient(&grad, &mut w_grads[0]);
+            linear.add_w_gradient(&grad, WeightGradient::Whole(&mut w_grads[0]));
             x_grads.extend(x_grad);
         });
         prop_assert!(same);
@@ -98,7 +99,8 @@ proptest! {
             let (x, gates, gate_up, down) = (&x[..], &gates[..], &gate_up[..], &down[..]);
             let operands = ExpertOperands { x, gates, gate_up, down, width, inter, dtype, lengths };
             let (x, gates) = (&mut x_grad[..], &mut gates_grad[..]);
-            trace.backward(&operands, &grad, ExpertGrads { x, gates, gate_up: gate_up_grad, down: down_grad });
+            let (gate_up, down) = (WeightGradient::Whole(gate_up_grad), WeightGradient::Whole(down_grad));
+            trace.backward(&operands, &grad, ExpertGrads { x, gates, gate_up, down });
             let n_tokens = lengths.iter().sum::<usize>();
             for t in 0..n_tokens {
                 of_tokens.extend(rows(&x_grad, width, &(t..t + 1)));
@@ -134,7 +136,7 @@ proptest! {
             let head = HeadGradient { hidden, weight, packed, targets, logprobs, entropies, target_logits, lengths };
             let mut hidden_grad = vec![0.0; hidden.len()];
             let (of_logprobs, of_entropies) = pulls.split_at(t);
-            head.add((&of_logprobs[tokens.clone()], &of_entropies[tokens]), (&mut hidden_grad, &mut weights[0]));
+            head.add((&of_logprobs[tokens.clone()], &of_entropies[tokens]), (&mut hidden_grad, Some(&mut weights[0])));
             hidden_grads.extend(hidden_grad);
         });
         prop_assert!(same);

@@ -21,12 +21,14 @@ mod backward;
 pub mod gradients;
 mod params;
 pub mod tape;
+pub mod training;
 mod values;
 
 use backward::Backward;
 use gradients::Gradients;
 use params::ParamId;
 use tape::{FixedTensor, NodeId, Tape};
+use training::Training;
 
 /// Sequences packed one after the other, each starting at position 0.
 #[derive(Debug)]
@@ -44,7 +46,7 @@ impl PackedSequences {
     }
 }
 
-/// The policy being trained: f32 variables, and a forward whose gradients run back to them.
+/// The policy being trained: f32 weights, and a forward whose gradients run back to what of them is trained.
 ///
 /// Weights, logprobs and what losses make of them are candle tensors; between weights and logprobs lies a tape of our own
 /// ([why](../../../docs/decisions/0020-a-tape-of-our-own.md)).
@@ -154,22 +156,57 @@ impl Policy {
         self
     }
 
+    /// The same policy, of which every weight is trained as `how` says of its name: all are, whole, if nobody says
+    /// otherwise. Updates of low rank start at nothing, with an `A` of `seed`.
+    ///
+    /// # Errors
+    /// If candle fails.
+    ///
+    /// # Panics
+    /// If a weight that [`takes_low_rank`](training::takes_low_rank) refuses is to have one.
+    pub fn with_training(mut self, how: impl Fn(&str) -> Training, seed: u64) -> Result<Self, ModelError> {
+        self.tape.params.set_training(how, seed)?;
+        Ok(self)
+    }
+
     /// The model's shape.
     #[must_use]
     pub fn config(&self) -> &ModelConfig {
         &self.weights.config
     }
 
-    /// Every trained tensor by canonical name, in canonical order: all but biases of routers. Whoever changes them goes through [`Self::change`].
+    /// Every trained tensor by name, in the canonical order of the weights: a weight of that name, or a factor of its
+    /// update. Biases of routers are none. Whoever changes them goes through [`Self::change`].
     #[must_use]
     pub fn vars(&self) -> &[(String, Var)] {
-        self.tape.params.vars()
+        self.tape.params.trained()
     }
 
-    /// Changes the weights.
+    /// Every weight by canonical name, in canonical order, as the forward takes them: updates are merged.
+    #[must_use]
+    pub fn weights(&self) -> &[(String, Var)] {
+        self.tape.params.weights()
+    }
+
+    /// Changes what is trained, and then the weights that follow from it.
     pub fn change<R>(&mut self, body: impl FnOnce(&[(String, Var)]) -> R) -> R {
+        let result = body(self.tape.params.trained());
         self.tape.params.changed();
-        body(self.tape.params.vars())
+        result
+    }
+
+    /// Replaces everything that is trained by what `source` has under its names.
+    ///
+    /// # Errors
+    /// If a tensor cannot be read, or is of another length.
+    pub fn read_trained(&mut self, source: &dyn TensorSource) -> Result<(), ModelError> {
+        let mut values = Vec::new();
+        self.change(|vars| {
+            vars.iter().try_for_each(|(name, var)| {
+                source.read(name, &mut values)?;
+                Ok(var.set(&Tensor::from_slice(&values, var.shape(), &Device::Cpu)?)?)
+            })
+        })
     }
 
     /// Zero gradients, one for each of [`Self::vars`].
@@ -315,6 +352,7 @@ impl Policy {
         let top = nodes.last_mut().expect("a forward leaves its hidden states");
         let mut hidden_grad = pool.take(top.rows.rows(), top.rows.width());
         hidden_grad.values_mut().fill(0.0);
+        let weight_grad = params.learning(id).whole(gradients);
         let (weight, packed) = params.both(id)?;
         let gradient = HeadGradient {
             hidden: top.rows.values(),
@@ -330,7 +368,7 @@ impl Policy {
             target_logits: &last.scores.target_logits,
             lengths: &last.attend.lengths,
         };
-        gradient.add(of_scores, (hidden_grad.values_mut(), &mut gradients[id.0]));
+        gradient.add(of_scores, (hidden_grad.values_mut(), weight_grad));
         top.grad = Some(Arc::new(hidden_grad));
         Ok(())
     }
@@ -338,7 +376,7 @@ impl Policy {
 
 impl TensorSource for Policy {
     fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
-        read_weight((self.vars(), &self.tape.fixed), name, out)
+        read_weight((self.weights(), &self.tape.fixed), name, out)
     }
 }
 
@@ -346,7 +384,7 @@ impl TensorSource for Policy {
 /// optimiser step shows through.
 #[derive(Clone, Debug)]
 pub struct SharedWeights {
-    vars: Vec<(String, Var)>,
+    weights: Vec<(String, Var)>,
     fixed: Vec<FixedTensor>,
 }
 
@@ -354,18 +392,18 @@ impl Policy {
     /// A handle to the weights.
     #[must_use]
     pub fn shared_weights(&self) -> SharedWeights {
-        SharedWeights { vars: self.vars().to_vec(), fixed: self.tape.fixed.clone() }
+        SharedWeights { weights: self.weights().to_vec(), fixed: self.tape.fixed.clone() }
     }
 }
 
 impl TensorSource for SharedWeights {
     fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
-        read_weight((&self.vars, &self.fixed), name, out)
+        read_weight((&self.weights, &self.fixed), name, out)
     }
 }
 
 fn read_weight(
-    (vars, fixed): (&[(String, Var)], &[FixedTensor]),
+    (weights, fixed): (&[(String, Var)], &[FixedTensor]),
     name: &str,
     out: &mut Vec<f32>,
 ) -> Result<(), ModelError> {
@@ -374,7 +412,7 @@ fn read_weight(
         out.extend_from_slice(&found.values);
         return Ok(());
     }
-    let found = vars.iter().find(|(known, _)| known == name);
+    let found = weights.iter().find(|(known, _)| known == name);
     let (_, var) = found.ok_or_else(|| ModelError::NoSuchTensor { name: name.to_owned() })?;
     *out = var.flatten_all()?.to_vec1::<f32>()?;
     Ok(())

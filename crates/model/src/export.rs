@@ -128,7 +128,7 @@ fn write_config(dir: &Path, config: &ModelConfig, dtype: Dtype) -> Result<(), Mo
     write_json(&dir.join("config.json"), &Value::Object(raw))
 }
 
-fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
+pub(crate) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
     fs::write(path, format!("{value:#}\n"))
         .map_err(|source| ModelError::Write { path: path.to_path_buf(), source })
 }

@@ -5,6 +5,7 @@
 //! kernels, so equal weights of equal dtype give equal bits. Weights move between disk, trainer and engine as a
 //! [`source::TensorSource`]. This crate must never know what a rollout, a recipe or a reward is.
 
+pub mod adapter;
 pub mod autograd;
 pub mod buffers;
 pub mod checkpoint;

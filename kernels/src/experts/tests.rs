@@ -10,6 +10,7 @@ use super::trained::{ExpertGrads, ExpertOperands, ExpertTrace};
 use super::*;
 use crate::router::{RouterConfig, Routing, choose};
 use crate::testing::{bits, in_pool, noise};
+use crate::weight_gradient::WeightGradient;
 
 /// A layer with its batch, as plain numbers.
 #[derive(Clone)]
@@ -130,6 +131,7 @@ impl Layer {
             [(&self.x, f32::NAN), (&self.gates, f32::NAN), (&self.gate_up, 0.0), (&self.down, 0.0)]
                 .map(|(values, before)| vec![before; values.len()]);
         let [x, gates, gate_up, down] = &mut grads;
+        let [gate_up, down] = [gate_up, down].map(|grad| WeightGradient::Whole(grad));
         trace.backward(&operands, &noise(self.x.len(), 6), ExpertGrads { x, gates, gate_up, down });
         (y, grads)
     }

@@ -8,6 +8,7 @@ use crate::isa::{Isa, Lanes, multiversion, sum_lanes};
 use crate::parallel::{self, Disjoint};
 use crate::scratch::Scratch;
 use crate::swiglu::{silu_mul_backward_rows, silu_mul_rows};
+use crate::weight_gradient::{Outer, Stack, WeightGradient};
 
 /// What a forward keeps for its gradient, in buffers that are used again.
 #[derive(Debug, Default)]
@@ -67,8 +68,8 @@ impl ExpertTrace {
         let parts = Parts {
             rows: Disjoint::new(&mut rows_grad),
             gates: Disjoint::new(&mut row_gates_grad),
-            gate_up: Disjoint::new(out.gate_up),
-            down: Disjoint::new(out.down),
+            gate_up: Stack::new(out.gate_up),
+            down: Stack::new(out.down),
         };
         parallel::for_each(dispatch.n_experts(), n_rows * 6 * inter * width, |expert| {
             if !dispatch.expert_rows(expert).is_empty() {
@@ -96,10 +97,11 @@ impl ExpertTrace {
         let row_grads = unsafe { parts.rows.part(rows.start * width..rows.end * width) };
         // SAFETY: as above.
         let gates_grad = unsafe { parts.gates.part(rows.clone()) };
+        let n_experts = self.dispatch.n_experts();
         // SAFETY: each expert is visited once.
-        let gate_up_grad = unsafe { parts.gate_up.part(expert * 2 * len..(expert + 1) * 2 * len) };
+        let gate_up_grad = unsafe { parts.gate_up.part(expert, n_experts) };
         // SAFETY: as above.
-        let down_grad = unsafe { parts.down.part(expert * len..(expert + 1) * len) };
+        let down_grad = unsafe { parts.down.part(expert, n_experts) };
         let (gate_up, down) =
             (&operands.gate_up[expert * 2 * len..][..2 * len], &operands.down[expert * len..][..len]);
         let hidden = &self.hidden[rows.start * 2 * inter..rows.end * 2 * inter];
@@ -111,8 +113,8 @@ impl ExpertTrace {
         let rows_times = |a: &[f32], w: &[f32], n, out: &mut [f32]| {
             PlainProduct { a: Left::Plain(a), b: w, n, dtype, onto: false }.run_in(1, out);
         };
-        let add_outer = |grads: &[f32], x: &[f32], n, out: &mut [f32]| {
-            PlainProduct { a: Left::Transposed(grads, &lengths), b: x, n, dtype, onto: true }.run_in(1, out);
+        let add_outer = |grad: &[f32], x: &[f32], k, out: WeightGradient<'_>| {
+            out.add(&Outer { grad, x, k, dtype, lengths: &lengths, alone: true });
         };
         self.dispatch.gather(grad, width, rows.clone(), &mut gathered);
         silu_mul_rows(hidden, inter, &mut act);
@@ -157,18 +159,18 @@ pub struct ExpertGrads<'a> {
     pub x: &'a mut [f32],
     /// `[T, K]`, replaced.
     pub gates: &'a mut [f32],
-    /// `[E, 2 I, D]`, added to.
-    pub gate_up: &'a mut [f32],
-    /// `[E, D, I]`, added to.
-    pub down: &'a mut [f32],
+    /// Of `[E, 2 I, D]`, added to.
+    pub gate_up: WeightGradient<'a>,
+    /// Of `[E, D, I]`, added to.
+    pub down: WeightGradient<'a>,
 }
 
 /// The same, cut among the experts.
 struct Parts<'a> {
     rows: Disjoint<'a, f32>,
     gates: Disjoint<'a, f32>,
-    gate_up: Disjoint<'a, f32>,
-    down: Disjoint<'a, f32>,
+    gate_up: Stack<'a>,
+    down: Stack<'a>,
 }
 
 /// `y = x Wᵀ` on this thread.

@@ -2,6 +2,7 @@
 
 use super::Dtype;
 use super::gradient::{Left, PlainProduct};
+use crate::weight_gradient::{Outer, WeightGradient};
 
 /// The operands of a product `y = x Wᵀ` whose gradients are wanted.
 #[derive(Clone, Copy, Debug)]
@@ -29,13 +30,13 @@ impl Linear<'_> {
         PlainProduct { a: Left::Plain(grad), b: w, n: k, dtype, onto }.run(out);
     }
 
-    /// `out += gradᵀ x`: `grad` `[T, N]`, `out` `[N, K]`. Every element is one chain over the tokens, which goes on from
-    /// call to call.
+    /// `out += gradᵀ x`, or the gradients of the factors of `W`: `grad` `[T, N]`, `out` `[N, K]`. Every element is one
+    /// chain over the tokens, which goes on from call to call.
     ///
     /// # Panics
     /// If the shapes do not fit.
-    pub fn add_w_gradient(&self, grad: &[f32], out: &mut [f32]) {
+    pub fn add_w_gradient(&self, grad: &[f32], out: WeightGradient<'_>) {
         let &Self { x, k, dtype, lengths, .. } = self;
-        PlainProduct { a: Left::Transposed(grad, lengths), b: x, n: k, dtype, onto: true }.run(out);
+        out.add(&Outer { grad, x, k, dtype, lengths, alone: false });
     }
 }

@@ -12,6 +12,7 @@ use crate::isa::{self, Baseline};
 #[cfg(target_arch = "x86_64")]
 use crate::isa::{Avx2, Level, level};
 use crate::testing::{bits, in_pool, noise};
+use crate::weight_gradient::WeightGradient;
 
 fn rounded(values: &[f32]) -> Vec<f32> {
     values.iter().map(|&x| bf16::from_f32(x).to_f32()).collect()
@@ -253,7 +254,7 @@ fn gradients((t, n, k): (usize, usize, usize), dtype: Dtype) -> [Vec<f32>; 2] {
     let linear = Linear { x: &x, w: &w, k, dtype, lengths: &[t] };
     let (mut x_grad, mut w_grad) = (vec![1.0; t * k], vec![1.0; n * k]);
     linear.x_gradient(&upstream, true, &mut x_grad);
-    linear.add_w_gradient(&upstream, &mut w_grad);
+    linear.add_w_gradient(&upstream, WeightGradient::Whole(&mut w_grad));
     let mut replaced = vec![f32::NAN; t * k];
     linear.x_gradient(&upstream, false, &mut replaced);
     assert!(replaced.iter().zip(&x_grad).all(|(replaced, onto)| (replaced + 1.0 - onto).abs() < 1e-4));

@@ -68,17 +68,20 @@ struct Row<'a> {
 }
 
 impl HeadGradient<'_> {
-    /// Adds the gradients of hidden states `[T, D]` and weight `[V, D]` to `out`, given those of logprobs and entropies,
-    /// `[T]` each. Some rows and one block of the vocabulary at a time; every element is one chain, over the vocabulary
-    /// or over rows, in order.
+    /// Adds the gradients of hidden states `[T, D]` and weight `[V, D]`, unless that is frozen, to `out`, given those of
+    /// logprobs and entropies, `[T]` each. Some rows and one block of the vocabulary at a time; every element is one
+    /// chain, over the vocabulary or over rows, in order.
     ///
     /// # Panics
     /// If the shapes do not fit.
-    pub fn add(&self, (logprob_grads, entropy_grads): (&[f32], &[f32]), out: (&mut [f32], &mut [f32])) {
+    pub fn add(
+        &self,
+        (logprob_grads, entropy_grads): (&[f32], &[f32]),
+        (hidden_grad, mut weight_grad): (&mut [f32], Option<&mut [f32]>),
+    ) {
         let (width, vocab) = (self.packed.k(), self.packed.n());
         let kept = KeptRows::new(self.targets.kept, self.targets.ids, vocab);
         let rows = self.rows(&kept, logprob_grads, entropy_grads);
-        let (hidden_grad, weight_grad) = out;
         let mut logit_grads = Vec::new();
         let mut end = 0;
         for lengths in pieces(self.lengths, MAX_ROWS) {
@@ -96,7 +99,9 @@ impl HeadGradient<'_> {
                 let span = columns.start * width..columns.end * width;
                 let product = |a, b| PlainProduct { a, b, n: width, dtype: self.packed.dtype(), onto: true };
                 product(Left::Plain(&logit_grads), &self.weight[span.clone()]).run(hidden_grad);
-                product(Left::Transposed(&logit_grads, &lengths), hidden).run(&mut weight_grad[span]);
+                if let Some(weight_grad) = &mut weight_grad {
+                    product(Left::Transposed(&logit_grads, &lengths), hidden).run(&mut weight_grad[span]);
+                }
             }
         }
     }

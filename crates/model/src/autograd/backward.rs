@@ -25,7 +25,7 @@ pub(super) struct Backward<'a> {
     pub(super) attend: &'a mut PackedSequences,
     /// Per MoE layer, the gradient `[T, E]` that the loss has with respect to the router's logits.
     pub(super) score_grads: &'a [Option<Vec<f32>>],
-    /// By parameter.
+    /// By trained tensor.
     pub(super) gradients: &'a mut Gradients,
 }
 
@@ -78,7 +78,9 @@ impl Backward<'_> {
     fn step(&mut self, tape: &mut Tape, op: &Op, rows: &Rows, grad: &Arc<Rows>) -> Result<(), ModelError> {
         match op {
             Op::Embed { table, tokens } => {
-                self.gradients.look_up(table.0, tokens, grad.values());
+                if let Some(at) = tape.params.learning(*table).first() {
+                    self.gradients.look_up(at, tokens, grad.values());
+                }
             }
             Op::RmsNorm { x, weight } => self.rms_norm(tape, (*x, *weight), grad.values())?,
             Op::Linear { x, projection } => self.linear(tape, (*x, *projection), grad)?,
@@ -121,7 +123,13 @@ impl Backward<'_> {
         let (mut x_grad, onto) = tape.take_grad(x);
         let values = tape.params.values(weight)?;
         let norm = RmsNorm { x: tape.values(x), weight: &values, eps: tape.constants.eps };
-        norm.backward(grad, onto, x_grad.values_mut(), &mut self.gradients.tensors_mut()[weight.0]);
+        // A frozen norm's gradient costs little beside that of its input, and goes nowhere.
+        let mut nowhere = Vec::new();
+        let weight_grad = tape.params.learning(weight).whole(self.gradients.tensors_mut()).unwrap_or_else(|| {
+            nowhere.resize(values.len(), 0.0);
+            &mut nowhere
+        });
+        norm.backward(grad, onto, x_grad.values_mut(), weight_grad);
         drop(values);
         tape.set_grad(x, x_grad);
         Ok(())
@@ -139,12 +147,13 @@ impl Backward<'_> {
         let (k, dtype) = (x_grad.width(), tape.params.dtype(weight));
         let linear = Linear { x: tape.values(x), w: &values, k, dtype, lengths: &self.attend.lengths };
         linear.x_gradient(grad.values(), onto, x_grad.values_mut());
-        linear.add_w_gradient(grad.values(), &mut self.gradients.tensors_mut()[weight.0]);
+        let gradients = self.gradients.tensors_mut();
+        linear.add_w_gradient(grad.values(), tape.params.learning(weight).gradient(gradients, 0));
         drop(values);
         tape.set_grad(x, x_grad);
-        if let Some(bias) = bias {
+        if let Some(bias) = bias.and_then(|bias| tape.params.learning(bias).whole(self.gradients.tensors_mut())) {
             for row in grad.values().chunks_exact(grad.width()) {
-                residual::add(row, &mut self.gradients.tensors_mut()[bias.0]);
+                residual::add(row, bias);
             }
         }
         Ok(())
@@ -204,11 +213,12 @@ impl Backward<'_> {
             dtype: tape.params.dtype(gate_up),
             lengths: &self.attend.lengths,
         };
-        let [gate_up, down] = self
-            .gradients
-            .tensors_mut()
-            .get_disjoint_mut([gate_up.0, down.0])
-            .expect("two parameters of the model");
+        let [gate_up, down] = [gate_up, down].map(|id| tape.params.learning(id));
+        let gradients = self.gradients.tensors_mut();
+        // Trained tensors lie in the order of the weights.
+        let at = down.first().unwrap_or(gradients.len());
+        let (before, after) = gradients.split_at_mut(at);
+        let (gate_up, down) = (gate_up.gradient(before, 0), down.gradient(after, at));
         let out = ExpertGrads { x: x_grad.values_mut(), gates: gates_grad.values_mut(), gate_up, down };
         trace.backward(&operands, grad.values(), out);
         drop((gate_up_values, down_values));

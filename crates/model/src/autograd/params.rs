@@ -1,4 +1,4 @@
-//! The trained tensors, and packed copies of them that live as long as a version of the weights.
+//! The weights, what of them is trained, and packed copies of them that live as long as a version of the weights.
 
 use std::ops::Deref;
 
@@ -6,12 +6,13 @@ use candle_core::{Device, Tensor, Var};
 use r3_kernels::experts::{ExpertDims, Experts};
 use r3_kernels::gemm::{Dtype, PackedMatrix};
 
+use super::training::{Learning, Training};
 use super::values::values;
 use crate::error::ModelError;
 use crate::executor::Named;
 use crate::source::stays_f32;
 
-/// A tensor among the trained ones.
+/// A tensor among the weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ParamId(pub(super) usize);
 
@@ -19,13 +20,17 @@ pub struct ParamId(pub(super) usize);
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertsId(usize);
 
-/// The trained tensors in f32, and what products take.
+/// The weights in f32, and what products take.
 #[derive(Debug)]
 pub(super) struct Params {
     dtype: Dtype,
     /// Counts changes of the weights.
     version: u64,
-    vars: Vec<(String, Var)>,
+    weights: Vec<(String, Var)>,
+    /// How each of them learns.
+    learning: Vec<Learning>,
+    /// What gradients are of and the optimiser changes.
+    trained: Vec<(String, Var)>,
     matrices: Vec<Packed<PackedMatrix>>,
     experts: Vec<LayerExperts>,
 }
@@ -63,7 +68,15 @@ struct LayerExperts {
 
 impl Params {
     pub(super) fn new(dtype: Dtype) -> Self {
-        Self { dtype, version: 0, vars: Vec::new(), matrices: Vec::new(), experts: Vec::new() }
+        Self {
+            dtype,
+            version: 0,
+            weights: Vec::new(),
+            learning: Vec::new(),
+            trained: Vec::new(),
+            matrices: Vec::new(),
+            experts: Vec::new(),
+        }
     }
 
     /// Packs everything anew, in `dtype`.
@@ -75,9 +88,26 @@ impl Params {
 
     pub(super) fn add(&mut self, tensor: Named<'_>) -> Result<ParamId, ModelError> {
         let var = Var::from_slice(tensor.values, tensor.shape, &Device::Cpu)?;
-        self.vars.push((tensor.name.to_owned(), var));
+        self.learning.push(Learning::Whole(self.trained.len()));
+        self.trained.push((tensor.name.to_owned(), var.clone()));
+        self.weights.push((tensor.name.to_owned(), var));
         self.matrices.push(Packed::default());
-        Ok(ParamId(self.vars.len() - 1))
+        Ok(ParamId(self.weights.len() - 1))
+    }
+
+    /// Trains every weight as `how` says of its name; factors start from `seed`.
+    pub(super) fn set_training(
+        &mut self,
+        how: impl Fn(&str) -> Training,
+        seed: u64,
+    ) -> Result<(), ModelError> {
+        self.trained.clear();
+        self.learning.clear();
+        for (index, weight) in (0..).zip(&self.weights) {
+            let learning = Learning::new(how(&weight.0), weight, (seed, index), &mut self.trained)?;
+            self.learning.push(learning);
+        }
+        Ok(())
     }
 
     pub(super) fn add_experts(&mut self, gate_up: ParamId, down: ParamId) -> ExpertsId {
@@ -85,13 +115,25 @@ impl Params {
         ExpertsId(self.experts.len() - 1)
     }
 
-    pub(super) fn vars(&self) -> &[(String, Var)] {
-        &self.vars
+    pub(super) fn weights(&self) -> &[(String, Var)] {
+        &self.weights
     }
 
-    /// Says that weights have changed, so no packed copy is theirs.
+    pub(super) fn trained(&self) -> &[(String, Var)] {
+        &self.trained
+    }
+
+    /// How a weight learns.
+    pub(super) fn learning(&self, id: ParamId) -> &Learning {
+        &self.learning[id.0]
+    }
+
+    /// Says that what is trained has changed, so weights with factors are others, and no packed copy is of any.
     pub(super) fn changed(&mut self) {
         self.version += 1;
+        for (learning, (_, weight)) in self.learning.iter_mut().zip(&self.weights) {
+            learning.merge(&self.trained, weight);
+        }
     }
 
     pub(super) fn version(&self) -> u64 {
@@ -100,11 +142,11 @@ impl Params {
 
     /// What products with a tensor round their operands to.
     pub(super) fn dtype(&self, id: ParamId) -> Dtype {
-        if stays_f32(&self.vars[id.0].0) { Dtype::F32 } else { self.dtype }
+        if stays_f32(&self.weights[id.0].0) { Dtype::F32 } else { self.dtype }
     }
 
     fn tensor(&self, id: ParamId) -> &Tensor {
-        self.vars[id.0].1.as_tensor()
+        self.weights[id.0].1.as_tensor()
     }
 
     pub(super) fn values(&self, id: ParamId) -> Result<impl Deref<Target = [f32]>, ModelError> {
@@ -127,7 +169,7 @@ impl Params {
         id: ParamId,
     ) -> Result<(impl Deref<Target = [f32]>, &PackedMatrix), ModelError> {
         let ((n, k), dtype) = (self.shape(id)?, self.dtype(id));
-        let w = values(self.vars[id.0].1.as_tensor())?;
+        let w = values(self.weights[id.0].1.as_tensor())?;
         let pack = || PackedMatrix::pack(&w, n, k, dtype);
         let packed = self.matrices[id.0].get(self.version, pack, |copy| copy.repack(&w));
         Ok((w, packed))
@@ -137,7 +179,7 @@ impl Params {
     pub(super) fn experts(&mut self, id: ExpertsId) -> Result<&Experts, ModelError> {
         let (dims, version, dtype) = (self.expert_dims(id)?, self.version, self.dtype);
         let LayerExperts { gate_up, down, packed } = &mut self.experts[id.0];
-        let [gate_up, down] = [*gate_up, *down].map(|id| values(self.vars[id.0].1.as_tensor()));
+        let [gate_up, down] = [*gate_up, *down].map(|id| values(self.weights[id.0].1.as_tensor()));
         let (gate_up, down) = (gate_up?, down?);
         let repack = |experts: &mut Experts| {
             experts.repack_gate_up(&gate_up);
