@@ -421,6 +421,7 @@ fn export() {
 
     Options:
           --dtype <DTYPE>  Format of the weights [default: bf16] [possible values: f32, bf16]
+          --adapter        Write the updates of `train.lora` alone, as an adapter for PEFT
       -v, --verbose...     Log more to stderr; -vv and -vvv still more
       -q, --quiet          Log errors only, no warnings
           --threads <N>    CPU threads to compute on; the cores this process may use by default

@@ -60,6 +60,16 @@ pub enum RunError {
         "the checkpoint was written with `{}: {}`, but the recipe now says {}", change.key, change.then, change.now
     )]
     RecipeChanged { change: Change },
+    #[error("`{key}` holds `{pattern}`, which matches no weight {}", could_be(key))]
+    NoSuchWeight { key: &'static str, pattern: String, nearest: Vec<String> },
+    #[error(
+        "{} is not the model that the checkpoint's updates are of: its `{tensor}` is another", path.display()
+    )]
+    OtherBase { path: PathBuf, tensor: String },
+    #[error("{} was not trained with `train.lora`, so it has no adapter", path.display())]
+    NoAdapter { path: PathBuf },
+    #[error("`train.freeze` leaves nothing to train")]
+    NothingTrained,
     #[error("{} has another vocabulary or other MoE layers than the model", path.display())]
     ForeignReference { path: PathBuf },
     #[error("cannot use {}", path.display())]
@@ -141,6 +151,13 @@ impl RunError {
                 "set `objective.kl.reference` to a model of the same configuration, such as `model.path`"
                     .into()
             }
+            Self::NoSuchWeight { nearest, .. } => format!("the nearest names are `{}`", nearest.join("`, `")),
+            Self::OtherBase { .. } => {
+                "set `model.path` to the model that the run was started with, or start a new run from the checkpoint"
+                    .into()
+            }
+            Self::NoAdapter { .. } => "export the whole model, without --adapter".into(),
+            Self::NothingTrained => "freeze less, or give `train.lora` other targets".into(),
             Self::NothingToResume { .. } => "start the run without --resume".into(),
             Self::RecipeChanged { change: Change { key, then, .. } } => {
                 format!(
@@ -187,6 +204,10 @@ impl RunError {
             | Self::ModelOverwritten { .. }
             | Self::NothingToResume { .. }
             | Self::ForeignReference { .. }
+            | Self::NoSuchWeight { .. }
+            | Self::NothingTrained
+            | Self::OtherBase { .. }
+            | Self::NoAdapter { .. }
             | Self::RecipeChanged { .. }
             | Self::ReplayLayers { .. }
             | Self::RunState { .. }
@@ -230,6 +251,11 @@ fn model_class(error: &ModelError) -> ExitClass {
         ModelError::Tensor(_) | ModelError::NoSuchTensor { .. } => ExitClass::Bug,
         _ => ExitClass::Usage,
     }
+}
+
+/// What a pattern under `key` should have matched.
+fn could_be(key: &str) -> &'static str {
+    if key == "train.freeze" { "of the model" } else { "that takes an update of low rank" }
 }
 
 /// A path that is wrong is its author's to change; room, memory and threads are the machine's.
@@ -287,6 +313,17 @@ mod tests {
             (ExitClass::Usage, RunError::ModelOverwritten { model: path(), path: path() }),
             (ExitClass::Usage, RunError::NothingToResume { path: path() }),
             (ExitClass::Usage, RunError::ForeignReference { path: path() }),
+            (
+                ExitClass::Usage,
+                RunError::NoSuchWeight {
+                    key: "train.freeze",
+                    pattern: "x".into(),
+                    nearest: vec!["y".into()],
+                },
+            ),
+            (ExitClass::Usage, RunError::NothingTrained),
+            (ExitClass::Usage, RunError::OtherBase { path: path(), tensor: "x".into() }),
+            (ExitClass::Usage, RunError::NoAdapter { path: path() }),
             (ExitClass::Usage, changed),
             (ExitClass::Usage, io(ErrorKind::NotFound)),
             (ExitClass::Usage, io(ErrorKind::PermissionDenied)),

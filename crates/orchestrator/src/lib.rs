@@ -31,4 +31,5 @@ pub mod score_input;
 pub mod setup;
 pub mod sft;
 pub mod shutdown;
+pub mod training;
 pub mod worker;

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use r3_kernels::gemm::Dtype;
+use r3_model::adapter::{Adapter, PEFT_CONFIG};
 use r3_model::checkpoint::Checkpoint;
 use r3_model::config::ModelConfig;
 use r3_model::export::{Companions, write_weights};
@@ -75,6 +76,23 @@ pub fn export(checkpoint: &Path, out: &Path, dtype: Dtype) -> Result<Written, Ru
     let dir = resolve(checkpoint)?;
     let model = Checkpoint::open(&dir)?;
     write_new(out, &dir, (model.config(), &model), dtype)
+}
+
+/// Writes the updates of low rank of `checkpoint`, as [`open`] finds it, in the two files that PEFT loads onto the model
+/// they are of, and gives the numbers in them.
+///
+/// # Errors
+/// If it has none, `out` holds an adapter already, or the files cannot be written.
+pub fn export_adapter(checkpoint: &Path, out: &Path) -> Result<usize, RunError> {
+    let dir = resolve(checkpoint)?;
+    let config = ModelConfig::load(&dir)?;
+    let adapter = Adapter::load(&dir)?.ok_or_else(|| RunError::NoAdapter { path: dir.clone() })?;
+    if out.join(PEFT_CONFIG).exists() {
+        return Err(RunError::WeightsThere { path: out.to_path_buf() });
+    }
+    fs::create_dir_all(out).map_err(io_at(out))?;
+    adapter.write_peft(out, &config)?;
+    Ok(adapter.n_parameters())
 }
 
 fn write_new(

@@ -15,7 +15,8 @@ use r3_recipe::recipe::Recipe;
 use r3_recipe::rollout::InFlight;
 use r3_ring::ring::Ring;
 use r3_tasks::reward::{Reward, check_step};
-use r3_telemetry::progress::{BarKind, Progress};
+use r3_telemetry::metrics::TRAINED_PARAMETERS;
+use r3_telemetry::progress::BarKind;
 use r3_telemetry::step_line::step_line;
 use r3_telemetry::step_record::StepRecord;
 use r3_telemetry::summary::RunSummary;
@@ -37,6 +38,7 @@ use crate::run_state::{Change, RunState};
 use crate::sample_stats::SampleStats;
 use crate::setup::{self, Sizes, TaskParts};
 use crate::shutdown::Shutdown;
+use crate::training::{self, TrainingPlan};
 use crate::worker::WorkerParts;
 
 /// How to run, beside the recipe.
@@ -139,6 +141,7 @@ struct Run<'a> {
     n_pending: usize,
     /// What the engine's memory holds.
     memory: MemoryBudget,
+    plan: TrainingPlan,
     prompts: Prompts,
     worker: WorkerHandle,
     buffer: GroupBuffer,
@@ -163,15 +166,15 @@ impl<'a> Run<'a> {
         let config = r3_model::config::ModelConfig::load(model_dir)?;
         let tokenizer_path = resumed.as_deref().unwrap_or_else(|| recipe.model.tokenizer_path());
         let mut companions = Companions::default();
-        companions.add(model_dir)?;
-        companions.add(tokenizer_path)?;
+        [model_dir, tokenizer_path].into_iter().try_for_each(|from| companions.add(from))?;
         let task = TaskParts::load(&recipe.task, tokenizer_path, config.vocab_size, options.reward.clone())?;
         let sizes = setup::check_sizes(recipe, &config, &task)?;
+        let plan = TrainingPlan::new(&recipe.train, &config)?;
         let (writer, reader) = Ring::create(recipe.ring.bytes.to_usize())?;
 
         let state = resumed.as_deref().map(read_state).transpose()?;
         let step = state.as_ref().map_or(0, |(trainer, _)| trainer.step);
-        let trainer = load_trainer(recipe, model_dir, state.as_ref().map(|(trainer, _)| trainer))?;
+        let trainer = load_trainer(recipe, model_dir, &plan, state.as_ref().map(|(trainer, _)| trainer))?;
         let policy = trainer.policy();
         let engine = setup::engine(recipe, policy.config(), &policy.shared_weights(), trainer.version())?;
         let (cursor, begun) = state.map_or_else(Default::default, |(_, run)| (run.cursor, run.begun));
@@ -204,7 +207,7 @@ impl<'a> Run<'a> {
             true => r3_telemetry::jsonl::read(&metrics)?,
             false => Vec::new(),
         };
-        announce(&telemetry, out, &sizes);
+        announce(&telemetry, out, &sizes, &plan);
         Ok(Self {
             recipe,
             began,
@@ -214,6 +217,7 @@ impl<'a> Run<'a> {
             save_s: 0.0,
             n_pending,
             memory: sizes.memory,
+            plan,
             prompts,
             worker,
             buffer: GroupBuffer::new(reader),
@@ -322,6 +326,7 @@ impl<'a> Run<'a> {
         report.count(self.telemetry.exporter());
         let mut record = report.record();
         set_memory(&mut record, &self.memory);
+        record.set(TRAINED_PARAMETERS, self.plan.n_trained as f64);
         let every = self.recipe.eval.every;
         if self.step == self.recipe.run.steps || (every > 0 && self.step.is_multiple_of(every)) {
             self.evaluate(&mut record)?;
@@ -343,6 +348,7 @@ impl<'a> Run<'a> {
         }
         let mut record = StepRecord::new(0, self.trainer.version());
         set_memory(&mut record, &self.memory);
+        record.set(TRAINED_PARAMETERS, self.plan.n_trained as f64);
         self.evaluate(&mut record)?;
         self.telemetry.record(&record)?;
         self.records.push(record);
@@ -377,12 +383,15 @@ impl<'a> Run<'a> {
         let state = RunState::new(self.recipe, self.prompts.cursor(), &pending.begun);
         let (trainer, companions) = (&self.trainer, &self.companions);
         let policy = trainer.policy();
-        let needed_bytes = trainer.checkpoint_bytes() + pending.frames.len() as u64;
+        let adapter = training::adapter(self.recipe, policy)?;
+        let adapter_bytes = adapter.as_ref().map_or(0, |adapter| 4 * adapter.n_parameters() as u64);
+        let needed_bytes = trainer.checkpoint_bytes() + adapter_bytes + pending.frames.len() as u64;
         let position = Position { score: self.accuracy, ..trainer.position(self.step) };
         self.checkpoints.save(position, needed_bytes, |dir| {
             write_weights(dir, policy.config(), policy, Dtype::F32)?;
             companions.write(dir)?;
             trainer.write_optimiser(dir)?;
+            adapter.iter().try_for_each(|adapter| adapter.write(dir))?;
             pending.write(dir).and_then(|()| state.write(dir)).map_err(|source| {
                 r3_train::error::TrainError::Write { path: dir.to_path_buf(), needed_bytes: 0, source }
             })
@@ -404,7 +413,7 @@ fn read_state(dir: &Path) -> Result<(TrainerState, RunState), RunError> {
 }
 
 /// Says where the run writes, where it can be watched, and what its engine's memory holds.
-fn announce(telemetry: &Telemetry, out: &Path, sizes: &Sizes) {
+fn announce(telemetry: &Telemetry, out: &Path, sizes: &Sizes, plan: &TrainingPlan) {
     telemetry.progress().line(&watch_line(out, telemetry.addr()));
     telemetry.progress().line(&memory_line(&sizes.memory, sizes.max_tokens));
     if let Some(bytes) = sizes.reference_bytes {
@@ -415,6 +424,9 @@ fn announce(telemetry: &Telemetry, out: &Path, sizes: &Sizes) {
     if let Some(bytes) = sizes.support_bytes {
         let most = format!("truncated sampling: up to {} of kept tokens beside the KV memory", Bytes(bytes));
         telemetry.progress().line(&most);
+    }
+    if !plan.is_whole() {
+        telemetry.progress().line(&plan.line());
     }
 }
 
@@ -431,9 +443,11 @@ fn watch_line(out: &Path, metrics: Option<SocketAddr>) -> String {
 fn load_trainer(
     recipe: &Recipe,
     model_dir: &Path,
+    plan: &TrainingPlan,
     state: Option<&TrainerState>,
 ) -> Result<Trainer, RunError> {
-    let (config, policy) = setup::load_policy(model_dir, &Progress::stderr())?;
+    let adapted_dir = state.map(|_| model_dir);
+    let (config, policy) = training::load_policy(recipe, model_dir, plan, adapted_dir)?;
     let total_steps = recipe.run.steps * recipe.train.mini_steps as u64;
     let optimiser = OptimiserConfig::of_train(&recipe.train, total_steps);
     let temperature = setup::narrow(recipe.rollout.temperature);

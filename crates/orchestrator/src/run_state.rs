@@ -15,7 +15,7 @@ const FILE: &str = "run_state.json";
 
 /// Keys that no resumed run may change: they decide what a prompt's number, a sample's key and the optimiser's state stand
 /// for.
-const FIXED: [&str; 4] = ["task", "run.seed", "model.tokenizer", "train.muon"];
+const FIXED: [&str; 6] = ["task", "run.seed", "model.tokenizer", "train.muon", "train.freeze", "train.lora"];
 
 /// Keys that must stay while rollouts wait that were sampled under them.
 const FIXED_BY_PENDING: [&str; 2] = ["rollout", "router_replay"];
@@ -86,7 +86,10 @@ impl RunState {
     /// The first key that may not change, with both values.
     pub fn changes(&self, recipe: &Recipe) -> Result<Vec<Change>, RunError> {
         let mut changes = Vec::new();
-        add_differences(String::new(), Some(&self.recipe), Some(&to_json(recipe)), &mut changes);
+        // Keys that the checkpoint's version of r3 did not have are as they are by default.
+        let then = serde_json::from_value::<Recipe>(self.recipe.clone()).map(|recipe| to_json(&recipe));
+        let then = then.unwrap_or_else(|_| self.recipe.clone());
+        add_differences(String::new(), Some(&then), Some(&to_json(recipe)), &mut changes);
         let is_fixed = |change: &&Change| {
             change.is_in(&FIXED) || (!self.begun.is_empty() && change.is_in(&FIXED_BY_PENDING))
         };
@@ -149,9 +152,13 @@ mod tests {
 
     #[test]
     fn what_gives_the_checkpoint_its_meaning_is_refused_by_its_dotted_key() {
-        for (pointer, then) in
-            [("/run/seed", json!(9)), ("/task/arithmetic/digits", json!(3)), ("/train/muon", json!({}))]
-        {
+        for (pointer, then) in [
+            ("/run/seed", json!(9)),
+            ("/task/arithmetic/digits", json!(3)),
+            ("/train/muon", json!({})),
+            ("/train/freeze", json!(["*.mlp.gate.weight"])),
+            ("/train/lora", json!({ "rank": 4, "alpha": 8.0, "targets": ["*_proj.weight"] })),
+        ] {
             assert_eq!(refused(&[(pointer, then.clone())], &[]), change(pointer, &then));
         }
         assert_eq!(refused(&[("/train/lr", json!(1.0)), ("/run/seed", json!(9))], &[]).key, "run.seed");
@@ -182,6 +189,15 @@ mod tests {
         let grpo = resumed(&[("/algorithm", json!({ "grpo": { "clip": 0.2 } }))], &[]).unwrap();
         assert_eq!((&*grpo[0].key, &*grpo[0].now), ("algorithm.grpo", "nothing"));
         assert_eq!((&*grpo[1].key, &*grpo[1].then), ("algorithm.dapo", "nothing"));
+    }
+
+    #[test]
+    fn a_key_that_the_checkpoint_does_not_know_is_its_default() {
+        let mut state = RunState::new(&recipe(), 6, &BTreeMap::new());
+        let train = state.recipe["train"].as_object_mut().unwrap();
+        train.remove("freeze").unwrap();
+        train.remove("lr").unwrap();
+        assert_eq!(state.changes(&recipe()).unwrap(), []);
     }
 
     #[test]

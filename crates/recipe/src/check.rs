@@ -215,6 +215,9 @@ pub enum Rule {
         "`objective.kl.place: reward` needs every completion's KL, but `truncated: mask` leaves some out"
     )]
     KlInMaskedReward,
+    /// An adapter of nothing.
+    #[error("`train.lora.targets` is empty, so nothing would be trained")]
+    NoTargets,
     /// Nothing would be left to train on.
     #[error("`task.arithmetic.held_out` is {held_out}, but {digits}-digit operands make only {pairs} pairs")]
     NothingToTrainOn {
@@ -278,6 +281,7 @@ impl Rule {
             Self::UnbiasedKlInReward => ["objective.kl.estimator", "objective.kl"],
             Self::KlInMaskedReward => ["objective.kl.place", "objective.truncated"],
             Self::WeightOverRollout => ["objective.correction.weight", "objective"],
+            Self::NoTargets => ["train.lora.targets"; 2],
             Self::NothingToTrainOn { .. } => ["task.arithmetic.held_out", "task.arithmetic.digits"],
             Self::TooFewHeldOut { path, .. } => [path, "task"],
             Self::TwoEvaluations => ["task.jsonl.held_out"; 2],
@@ -335,6 +339,9 @@ impl Rule {
             }
             Self::UnbiasedKlInReward => "set `objective.kl.estimator` to `k1`, or `place` to `loss`".into(),
             Self::KlInMaskedReward => "set `objective.kl.place: loss`, or `objective.truncated: keep`".into(),
+            Self::NoTargets => {
+                "name the weights to adapt, such as `targets: [\"*.self_attn.{q,v}_proj.weight\"]`".into()
+            }
             Self::NothingToTrainOn { pairs, .. } => {
                 format!("set `held_out` below {pairs}, or `digits` higher")
             }

@@ -13,6 +13,13 @@ pub(crate) fn check_train(train: &Train) -> Result<(), Rule> {
     within("train.weight_decay", train.weight_decay, Limit::NotNegative, "0.01")?;
     within("train.grad_clip", train.grad_clip, Limit::Positive, "1.0")?;
     within("train.min_lr_ratio", train.min_lr_ratio, Limit::Share, "0.1")?;
+    if let Some(lora) = &train.lora {
+        within("train.lora.rank", lora.rank, Limit::UpTo(1024), "8")?;
+        within("train.lora.alpha", lora.alpha, Limit::Positive, "16")?;
+        if lora.targets.is_empty() {
+            return Err(Rule::NoTargets);
+        }
+    }
     if let Some(Muon { momentum, iterations, .. }) = &train.muon {
         within("train.muon.momentum", *momentum, Limit::BelowOne, "0.95")?;
         within("train.muon.iterations", *iterations, Limit::UpTo(20), "5")?;

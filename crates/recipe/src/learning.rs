@@ -3,6 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::pattern::Pattern;
 use crate::rollout::Dtype;
 
 fn one() -> f64 {
@@ -18,6 +19,11 @@ pub struct Train {
     /// Keeps the input of every layer alone and runs layers again, on the same experts, when gradients need the rest: less
     /// memory for a third more work, and the same bits.
     pub recompute: bool,
+    /// Names of weights that are not trained, by pattern: `*.mlp.gate.weight` is every router. `*` is any characters, `?`
+    /// is one, `{q,k}` is one of several texts; a pattern that matches no weight is refused.
+    pub freeze: Vec<Pattern>,
+    /// Trains updates of low rank instead of weights; without it, weights themselves are trained.
+    pub lora: Option<Lora>,
     /// Learning rate, reached after `warmup_steps`.
     pub lr: f64,
     /// Decay of the running means of gradient and squared gradient, each in `[0, 1)`.
@@ -56,6 +62,8 @@ impl Default for Train {
         Self {
             dtype: Dtype::F32,
             recompute: false,
+            freeze: Vec::new(),
+            lora: None,
             lr: 1e-6,
             betas: [0.9, 0.999],
             eps: 1e-8,
@@ -71,6 +79,32 @@ impl Default for Train {
             micro_batch_tokens: 4096,
             max_staleness: 0,
         }
+    }
+}
+
+/// Updates of low rank (LoRA, arXiv 2106.09685): `W = W0 + (alpha / rank) B A`, with `A` and `B` trained and everything
+/// else frozen. The engine serves the merged weights.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Lora {
+    /// Rows of `A` and columns of `B`; every expert has its own.
+    #[serde(default = "Lora::default_rank")]
+    pub rank: usize,
+    /// Size of an update, as `alpha / rank` is what it is multiplied with.
+    #[serde(default = "Lora::default_alpha")]
+    pub alpha: f64,
+    /// Names of the weights that get one, by pattern as in `train.freeze`: of projections, routers (`*.mlp.gate.weight`) and
+    /// experts (`*.mlp.experts.*`). Norms, biases, embeddings and the head take none.
+    pub targets: Vec<Pattern>,
+}
+
+impl Lora {
+    fn default_rank() -> usize {
+        8
+    }
+
+    fn default_alpha() -> f64 {
+        16.0
     }
 }
 

@@ -14,6 +14,7 @@ pub mod error;
 pub mod learning;
 pub mod numerics;
 pub mod objective;
+pub mod pattern;
 pub mod place;
 mod reader;
 pub mod recipe;

@@ -201,6 +201,7 @@ fn kind(schema: &Value) -> String {
         ["integer", ..] => "whole number",
         ["number", ..] => "number",
         ["boolean", ..] => "true or false",
+        ["array", ..] if schema["items"]["$ref"] == "#/$defs/Pattern" => "list of patterns",
         ["array", ..] => "list of numbers",
         _ => "block",
     }

@@ -43,6 +43,9 @@ metrics! {
     Gauge POLICY_VERSION = "policy_version" => "r3_policy_version", "steps", POSITIVE,
         "Optimiser steps inside the weights the engine samples with next.";
 
+    Gauge TRAINED_PARAMETERS = "trained_parameters" => "r3_trained_parameters", "parameters", POSITIVE,
+        "Numbers the optimiser changes: all of the model's, short of frozen ones, or those of train.lora's factors.";
+
     // Mismatch of rollout and trainer at equal weights (R3, arXiv 2510.11370), over the trained tokens that the trainer's
     // version sampled.
     Gauge K3_KL = "rollout_train_k3_kl" => "r3_rollout_train_k3_kl", "nats", 0.0..=1e-3,

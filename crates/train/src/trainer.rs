@@ -216,8 +216,8 @@ impl Trainer {
     /// Bytes that weights in f32 and optimiser state take on disk, short of headers.
     #[must_use]
     pub fn checkpoint_bytes(&self) -> u64 {
-        let weights = self.learner.policy.vars().iter().map(|(_, var)| var.elem_count() * size_of::<f32>());
-        optimiser_state::bytes(self.learner.optimiser.moments()) + weights.sum::<usize>() as u64
+        let n_values = self.policy().weights().iter().map(|(_, weight)| weight.elem_count()).sum::<usize>();
+        optimiser_state::bytes(self.learner.optimiser.moments()) + 4 * n_values as u64
     }
 
     /// Where the run stands after `step` batches.

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use r3_orchestrator::model_dir::{Written, export};
+use r3_orchestrator::model_dir::{Written, export, export_adapter};
 
 use crate::args::DtypeArg;
 use crate::error::CliError;
@@ -21,10 +21,20 @@ pub(crate) struct Args {
     /// Format of the weights
     #[arg(long, value_enum, default_value_t = DtypeArg::Bf16)]
     dtype: DtypeArg,
+    /// Write the updates of `train.lora` alone, as an adapter for PEFT
+    #[arg(long, conflicts_with = "dtype")]
+    adapter: bool,
 }
 
 impl Args {
     pub(crate) fn execute(&self) -> Result<(), CliError> {
+        if self.adapter {
+            let parameters = grouped(export_adapter(&self.checkpoint, &self.out)?);
+            return output::print(&format!(
+                "wrote {}: an adapter of {parameters} parameters, f32\n",
+                self.out.display()
+            ));
+        }
         let model = export(&self.checkpoint, &self.out, self.dtype.into())?;
         output::print(&written(&self.out, model))
     }

@@ -125,10 +125,11 @@ impl Backward<'_> {
         let norm = RmsNorm { x: tape.values(x), weight: &values, eps: tape.constants.eps };
         // A frozen norm's gradient costs little beside that of its input, and goes nowhere.
         let mut nowhere = Vec::new();
-        let weight_grad = tape.params.learning(weight).whole(self.gradients.tensors_mut()).unwrap_or_else(|| {
-            nowhere.resize(values.len(), 0.0);
-            &mut nowhere
-        });
+        let weight_grad =
+            tape.params.learning(weight).whole(self.gradients.tensors_mut()).unwrap_or_else(|| {
+                nowhere.resize(values.len(), 0.0);
+                &mut nowhere
+            });
         norm.backward(grad, onto, x_grad.values_mut(), weight_grad);
         drop(values);
         tape.set_grad(x, x_grad);
@@ -151,7 +152,9 @@ impl Backward<'_> {
         linear.add_w_gradient(grad.values(), tape.params.learning(weight).gradient(gradients, 0));
         drop(values);
         tape.set_grad(x, x_grad);
-        if let Some(bias) = bias.and_then(|bias| tape.params.learning(bias).whole(self.gradients.tensors_mut())) {
+        if let Some(bias) =
+            bias.and_then(|bias| tape.params.learning(bias).whole(self.gradients.tensors_mut()))
+        {
             for row in grad.values().chunks_exact(grad.width()) {
                 residual::add(row, bias);
             }
