@@ -5,7 +5,7 @@ use std::hint::black_box;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use r3_kernels::adamw::{AdamwStep, adamw};
-use r3_kernels::attention::packed::PackedAttention;
+use r3_kernels::attention::packed::{PackedAttention, PackedSequence};
 use r3_kernels::attention::{Heads, KvCache, PagedSequence, paged_attention};
 use r3_kernels::experts::trained::{ExpertGrads, ExpertOperands, ExpertTrace};
 use r3_kernels::experts::{ExpertDims, ExpertScratch, Experts, Routed, forward};
@@ -142,7 +142,7 @@ fn attention(c: &mut Criterion) {
     group.bench_function("packed_backward/2_of_256", |b| {
         b.iter(|| {
             let out = [&mut q_grad[..], &mut k_grad, &mut v_grad];
-            packed.backward([&q, &kv, &kv], &[256; 2], black_box(&grad), out);
+            packed.backward([&q, &kv, &kv], &[PackedSequence::whole(256); 2], black_box(&grad), out);
         });
     });
 }

@@ -58,7 +58,7 @@ impl PackedReference {
     }
 
     fn packed(&self) -> Packed<'_> {
-        Packed { tokens: &self.tokens, targets: &self.targets, lengths: &self.lengths }
+        Packed { tokens: &self.tokens, targets: &self.targets, lengths: &self.lengths, shared: &[] }
     }
 }
 

@@ -10,7 +10,7 @@ use proptest::prelude::{ProptestConfig, Strategy, any, prop_assert, prop_assert_
 use proptest::sample::select;
 use proptest::test_runner::TestCaseResult;
 use r3_kernels::attention::Heads;
-use r3_kernels::attention::packed::PackedAttention;
+use r3_kernels::attention::packed::{PackedAttention, PackedSequence};
 use r3_kernels::experts::trained::{ExpertGrads, ExpertOperands, ExpertTrace};
 use r3_kernels::experts::{ExpertDims, Experts, Routed};
 use r3_kernels::gemm::linear::Linear;
@@ -236,23 +236,29 @@ proptest! {
 
     #[test]
     fn attention_pulls_back_to_queries_keys_and_values(
-        lengths in proptest::collection::vec(select(vec![1_usize, 2, 15, 16, 17, 33]), 1..3),
+        sizes in proptest::collection::vec((select(vec![1_usize, 2, 15, 16, 17, 33]), 0_usize..40), 1..4),
         (n_kv_heads, group) in select(vec![(1, 1), (2, 1), (1, 3), (2, 4), (1, 11)]),
         half in select(vec![1_usize, 7, 8, 9, 16, 33]),
         seed in 0_u32..1000,
     ) {
-        let (t, head_dim) = (lengths.iter().sum::<usize>(), 2 * half);
+        let (t, head_dim) = (sizes.iter().map(|(n_own, _)| n_own).sum::<usize>(), 2 * half);
+        let mut leader = 0;
+        let sequences: Vec<_> = sizes.iter().map(|&(n_own, n_shared)| {
+            let n_shared = n_shared.min(leader);
+            leader = if n_shared == 0 { n_own } else { leader };
+            PackedSequence { n_shared, n_own }
+        }).collect();
         let heads = Heads { n_heads: n_kv_heads * group, n_kv_heads, head_dim };
         let forward = |v: &[Vec<f32>]| {
             let mut out = vec![0.0; v[0].len()];
-            PackedAttention::new(heads, Dtype::F32).forward(&v[0], (&v[1], &v[2]), &lengths, &mut out);
+            PackedAttention::new(heads, Dtype::F32).forward(&v[0], (&v[1], &v[2]), &sequences, &mut out);
             out
         };
         let backward = |v: &[Vec<f32>], grad: &[f32]| {
             let mut out: Vec<Vec<f32>> = v.iter().map(|input| vec![0.0; input.len()]).collect();
             let [q, k, v_grad] = &mut out[..] else { unreachable!("three inputs") };
             let qkv = [&v[0][..], &v[1], &v[2]];
-            PackedAttention::new(heads, Dtype::F32).backward(qkv, &lengths, grad, [q, k, v_grad]);
+            PackedAttention::new(heads, Dtype::F32).backward(qkv, &sequences, grad, [q, k, v_grad]);
             out
         };
         let kv = t * n_kv_heads * head_dim;

@@ -8,7 +8,7 @@ use proptest::prelude::{
     Just, ProptestConfig, Strategy, any, prop_assert, prop_assert_eq, prop_oneof, proptest,
 };
 use proptest::sample::select;
-use r3_kernels::attention::packed::PackedAttention;
+use r3_kernels::attention::packed::{PackedAttention, PackedSequence};
 use r3_kernels::attention::{Heads, KvCache, PagedSequence, paged_attention};
 use r3_kernels::experts::{ExpertDims, ExpertScratch, Experts, Routed, forward};
 use r3_kernels::gemm::{Dtype, PackedMatrix, matmul};
@@ -233,7 +233,8 @@ proptest! {
         let [q_len, kv_len] = [heads.n_heads, n_kv_heads].map(|n| t * n * heads.head_dim);
         let (q, k, v) = (noise(q_len, 1), noise(kv_len, 2), noise(kv_len, 3));
         let mut packed = vec![f32::NAN; q_len];
-        PackedAttention::new(heads, Dtype::F32).forward(&q, (&k, &v), &lengths, &mut packed);
+        let sequences: Vec<_> = lengths.iter().copied().map(PackedSequence::whole).collect();
+        PackedAttention::new(heads, Dtype::F32).forward(&q, (&k, &v), &sequences, &mut packed);
 
         // Blocks of all sequences lie interleaved, the last ones first.
         let n_blocks: Vec<usize> = lengths.iter().map(|length| length.div_ceil(block_tokens)).collect();

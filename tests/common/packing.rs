@@ -65,7 +65,7 @@ impl Packing {
     }
 
     pub(crate) fn packed(&self) -> Packed<'_> {
-        Packed { tokens: &self.tokens, targets: &self.targets, lengths: &self.lengths }
+        Packed { tokens: &self.tokens, targets: &self.targets, lengths: &self.lengths, shared: &[] }
     }
 
     /// The routes as replay takes them, `[L, T, K]`.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor, Var};
 use r3_core::ids::TokenId;
+use r3_kernels::attention::packed::PackedSequence;
 use r3_kernels::gemm::Dtype;
 use r3_kernels::lm_head::gradient::HeadGradient;
 use r3_kernels::lm_head::kept::Kept;
@@ -30,19 +31,29 @@ use params::ParamId;
 use tape::{FixedTensor, NodeId, Tape};
 use training::Training;
 
-/// Sequences packed one after the other, each starting at position 0.
+/// Sequences packed one after the other, each starting after the positions it shares.
 #[derive(Debug)]
 pub struct PackedSequences {
-    lengths: Arc<[usize]>,
-    positions: Arc<[u32]>,
+    sequences: Vec<PackedSequence>,
+    /// Packed tokens of each.
+    lengths: Vec<usize>,
+    /// Of every packed token.
+    positions: Vec<u32>,
 }
 
 impl PackedSequences {
-    /// Sequences of `lengths` tokens.
+    /// The sequences of a batch.
     #[must_use]
-    pub fn new(lengths: &[usize]) -> Self {
-        let positions = lengths.iter().flat_map(|&length| (0u32..).take(length)).collect();
-        Self { lengths: lengths.into(), positions }
+    pub fn new(batch: &Packed<'_>) -> Self {
+        let shared = batch.shared.iter().copied().chain(std::iter::repeat(0));
+        let sequences: Vec<_> = batch
+            .lengths
+            .iter()
+            .zip(shared)
+            .map(|(&n_own, n_shared)| PackedSequence { n_shared, n_own })
+            .collect();
+        let positions = sequences.iter().flat_map(|one| (one.n_shared as u32..).take(one.n_own)).collect();
+        Self { sequences, lengths: batch.lengths.to_vec(), positions }
     }
 }
 
@@ -103,6 +114,9 @@ pub struct Packed<'a> {
     pub targets: &'a [TokenId],
     /// Inputs of each sequence; sums to `T`.
     pub lengths: &'a [usize],
+    /// Inputs before those of each sequence that are the first of its leader, the last sequence before it that shares
+    /// none: the same tokens, on the same experts where they are replayed. Empty where no sequence shares any.
+    pub shared: &'a [usize],
 }
 
 /// The distribution that targets are scored under.
@@ -220,7 +234,7 @@ impl Policy {
     /// # Errors
     /// If a token is outside the vocabulary, a sequence is too long, or candle fails.
     pub fn logits(&mut self, batch: &Packed<'_>, routing: &mut Routing<'_>) -> Result<Tensor, ModelError> {
-        let hidden = self.hidden(batch, routing, &mut PackedSequences::new(batch.lengths))?;
+        let hidden = self.hidden(batch, routing, &mut PackedSequences::new(batch))?;
         let logits = logits(&mut self.tape, &self.weights, &hidden)?;
         let values = self.tape.values(logits).to_vec();
         Ok(Tensor::from_vec(values, (batch.tokens.len(), self.weights.config.vocab_size), &Device::Cpu)?)
@@ -233,7 +247,8 @@ impl Policy {
         attend: &mut PackedSequences,
     ) -> Result<NodeId, ModelError> {
         let max_positions = self.weights.config.max_positions;
-        if let Some(&tokens) = batch.lengths.iter().find(|length| **length > max_positions) {
+        let lengths = attend.sequences.iter().map(|sequence| sequence.len());
+        if let Some(tokens) = lengths.into_iter().find(|length| *length > max_positions) {
             return Err(ModelError::TooLong { tokens, max_positions });
         }
         (self.last, self.n_passes) = (None, self.n_passes + 1);
@@ -272,7 +287,7 @@ impl Policy {
         routing: &mut Routing<'_>,
         Scored { temperature, kept }: Scored<'_>,
     ) -> Result<PolicyOutput, ModelError> {
-        let mut attend = PackedSequences::new(batch.lengths);
+        let mut attend = PackedSequences::new(batch);
         let (hidden, head) = (self.hidden(batch, routing, &mut attend)?, self.head());
         let targets: Vec<u32> = batch.targets.iter().map(|token| token.0).collect();
         let [mut logprobs, mut entropies, mut target_logits] = [(); 3].map(|()| vec![0.0; targets.len()]);

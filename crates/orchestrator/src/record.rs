@@ -174,6 +174,8 @@ impl StepReport<'_> {
             metrics::TRAIN_TOKENS_PER_SECOND,
             self.stats.batch.n_inputs as f64 / timings.train_s.max(1e-9),
         );
+        let batch = &self.stats.batch;
+        record.set(metrics::TRAIN_ROWS_SHARED, batch.n_shared as f64 / batch.n_inputs.max(1) as f64);
         record.set(metrics::KV_CACHE_USAGE, sampled.kv_usage);
         let hit_rate = sampled.cached_tokens as f64 / sampled.prompt_tokens.max(1) as f64;
         record.set(metrics::PREFIX_CACHE_HIT_RATE, hit_rate);
@@ -266,6 +268,7 @@ mod tests {
             "policy_version",
             "prefix_cache_hit_rate",
             "ring_used_bytes",
+            "train_rows_shared_frac",
         ];
         assert_eq!(other, expected);
     }
@@ -279,6 +282,7 @@ mod tests {
                 n_groups_equal: 1,
                 n_rollouts: 2,
                 n_inputs: 9,
+                n_shared: 3,
                 ..BatchStats::default()
             },
             mismatch: MismatchStats {
@@ -295,6 +299,7 @@ mod tests {
         assert!(keys.len() > 30, "{keys:?}");
         assert_eq!(step.get(metrics::FRAC_REWARD_ZERO_STD), Some(1.0));
         assert_eq!(step.get(metrics::PREFIX_CACHE_HIT_RATE), Some(0.0));
+        assert_eq!(step.get(metrics::TRAIN_ROWS_SHARED), Some(1.0 / 3.0));
         assert_eq!(step.get(metrics::PROBS_PEARSON), None, "it has no value where nothing varies");
         assert_eq!(step.get(metrics::ROUTE_COVERAGE), Some(1.0));
     }

@@ -159,7 +159,8 @@ fn score_trainer(
         Some(ids) => Routing::Replay { ids, native: Some(&mut live) },
         None => Routing::Record(&mut live),
     };
-    let packed = Packed { tokens: &tokens[..n_inputs], targets: &tokens[1..], lengths: &[n_inputs] };
+    let packed =
+        Packed { tokens: &tokens[..n_inputs], targets: &tokens[1..], lengths: &[n_inputs], shared: &[] };
     let output = policy.logprobs(&packed, &mut routing, 1.0)?;
     let logprobs = output.logprobs.to_vec1::<f32>().map_err(ModelError::from)?;
     let mut rows = RouteRows::with_capacity(dims, n_inputs);

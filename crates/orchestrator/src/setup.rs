@@ -122,6 +122,7 @@ pub fn limits(recipe: &Recipe) -> Limits {
     Limits {
         mini_steps: recipe.train.mini_steps,
         micro_batch_tokens: recipe.train.micro_batch_tokens,
+        share_prompts: recipe.train.share_prompts,
         routes: routes_use(recipe),
     }
 }

@@ -50,8 +50,12 @@ pub struct Train {
     /// Optimiser steps taken on one batch of rollouts, each on an even share of the groups that are trained on; one a
     /// group where fewer groups are left.
     pub mini_steps: usize,
-    /// Tokens of one forward and backward pass. Bounds memory; changes no bit of a step.
+    /// Tokens of one forward and backward pass, those that rollouts share counted once. Bounds memory; changes no bit of a step,
+    /// unless it parts rollouts that share a prompt.
     pub micro_batch_tokens: usize,
+    /// Computes a prompt once for all its rollouts in a forward and backward pass, but for its last token, which predicts
+    /// what was sampled. Logprobs keep every bit, gradients are the same up to the rounding of another order of sums.
+    pub share_prompts: bool,
     /// Optimiser steps between the oldest token of a batch and the trainer when it takes the batch; 0 samples every
     /// batch with the newest weights.
     pub max_staleness: u64,
@@ -77,6 +81,7 @@ impl Default for Train {
             min_lr_ratio: 0.0,
             mini_steps: 1,
             micro_batch_tokens: 4096,
+            share_prompts: true,
             max_staleness: 0,
         }
     }

@@ -168,7 +168,9 @@ metrics! {
     Gauge ROLLOUT_TOKENS_PER_SECOND = "rollout_tokens_per_second" => "r3_rollout_tokens_per_second",
         "tokens/s", POSITIVE, "Sampled tokens over the seconds of sampling.";
     Gauge TRAIN_TOKENS_PER_SECOND = "train_tokens_per_second" => "r3_train_tokens_per_second",
-        "tokens/s", POSITIVE, "Packed tokens over the seconds of the trainer.";
+        "tokens/s", POSITIVE, "Inputs of all rollouts that are trained on over the seconds of the trainer; one that is shared counts for each.";
+    Gauge TRAIN_ROWS_SHARED = "train_rows_shared_frac" => "r3_train_rows_shared_frac", "share", 0.0..=1.0,
+        "Inputs of the trainer that were computed for another rollout of the same prompt, over all inputs.";
 
     Gauge KV_CACHE_USAGE = "kv_cache_usage_perc" => "r3_kv_cache_usage_perc", "share", 0.0..=1.0,
         "KV blocks in use, over all; 1 means full.";
@@ -193,7 +195,7 @@ metrics! {
     Gauge RING_USED_BYTES = "ring_used_bytes" => "r3_ring_used_bytes", "bytes", POSITIVE,
         "Bytes of the ring that hold unread frames.";
     Gauge MOE_MAX_VIO = "rollout/moe/max_vio/max" => "r3_moe_max_vio", "ratio", POSITIVE,
-        "Load of the busiest expert over the mean load, less 1, in the worst layer.";
+        "Load of the busiest expert over the mean load, less 1, in the worst layer. A token that rollouts share counts for each of them.";
 }
 
 /// `HELP` text of a Prometheus name: the sentence of its metric, or of each of them after its label.

@@ -12,6 +12,7 @@ use r3_recipe::objective::Truncated;
 use crate::advantage::{Signal, signal};
 use crate::batch_stats::{BatchCounter, BatchStats, overlong};
 use crate::contract::{ordered_samples, refuse_repeated_groups};
+use crate::cut::micro_batches;
 use crate::error::TrainError;
 use crate::loss::aggregation::StepCounts;
 use crate::objective::Objective;
@@ -32,8 +33,10 @@ pub enum RoutesUse {
 pub struct Limits {
     /// Optimiser steps to make of one batch; at least 1.
     pub mini_steps: usize,
-    /// Inputs a forward may take at once; a longer sequence runs alone.
+    /// Rows a forward may take at once; a longer sequence runs alone.
     pub micro_batch_tokens: usize,
+    /// Whether rollouts of one prompt share its rows.
+    pub share_prompts: bool,
     /// What routes are for.
     pub routes: RoutesUse,
 }
@@ -81,6 +84,9 @@ pub struct Sequence<'a> {
     pub weight: f64,
     /// Tokens trained on, at least 1.
     pub n_trained: usize,
+    /// Inputs, from the first, whose rows are those of its leader: the last sequence before it that shares none, which is
+    /// of its group and in its micro-batch.
+    pub n_shared: usize,
 }
 
 impl Sequence<'_> {
@@ -88,6 +94,12 @@ impl Sequence<'_> {
     #[must_use]
     pub fn n_inputs(&self) -> usize {
         self.sample.rollout.tokens.len() - 1
+    }
+
+    /// Rows of its own in a forward: its inputs but for those it shares.
+    #[must_use]
+    pub fn n_rows(&self) -> usize {
+        self.n_inputs() - self.n_shared
     }
 }
 
@@ -221,7 +233,8 @@ impl<'a> Batch<'a> {
             let start = self.sequences.len();
             let n_here = n_groups / n_steps + usize::from(step < n_groups % n_steps);
             self.sequences.extend(groups.by_ref().take(n_here).flatten());
-            let sequences = &self.sequences[start..];
+            let sequences = &mut self.sequences[start..];
+            let micro_batches = micro_batches(sequences, start, limits);
             let counts = StepCounts {
                 n_tokens: sequences.iter().map(|sequence| sequence.n_trained).sum(),
                 n_sequences: sequences.len(),
@@ -229,35 +242,10 @@ impl<'a> Batch<'a> {
             };
             self.stats.n_trained += counts.n_tokens;
             self.stats.n_inputs += sequences.iter().map(Sequence::n_inputs).sum::<usize>();
-            let inputs = sequences.iter().map(Sequence::n_inputs);
-            let micro_batches = micro_batches(start, inputs, limits.micro_batch_tokens);
+            self.stats.n_shared += sequences.iter().map(|sequence| sequence.n_shared).sum::<usize>();
             self.mini_steps.push(MiniStep { micro_batches, counts });
         }
     }
-}
-
-/// Ranges of consecutive sequences whose inputs fit `budget`, from index `start`; a longer one is alone.
-pub(crate) fn micro_batches(
-    start: usize,
-    n_inputs: impl Iterator<Item = usize>,
-    budget: usize,
-) -> Vec<Range<usize>> {
-    let mut ranges: Vec<Range<usize>> = Vec::new();
-    let mut filled = 0;
-    for (at, inputs) in n_inputs.enumerate() {
-        let at = start + at;
-        match ranges.last_mut() {
-            Some(open) if filled + inputs <= budget => {
-                open.end = at + 1;
-                filled += inputs;
-            }
-            _ => {
-                ranges.push(at..at + 1);
-                filled = inputs;
-            }
-        }
-    }
-    ranges
 }
 
 /// The sequences of one group that are worth a forward, with their advantages.
@@ -284,7 +272,9 @@ fn weigh<'a>(samples: &[Sample<'a>], objective: &Objective) -> (Signal, Vec<Sequ
         .filter_map(|(sample, (reward, advantage))| {
             let n_trained = sample.n_trained();
             let (reward, advantage) = ((*reward)?, advantage?);
-            (n_trained > 0).then_some(Sequence { sample: *sample, reward, advantage, weight: 0.0, n_trained })
+            let sequence =
+                Sequence { sample: *sample, reward, advantage, weight: 0.0, n_trained, n_shared: 0 };
+            (n_trained > 0).then_some(sequence)
         })
         .collect();
     let n_prompt = sequences.iter().map(|sequence| sequence.n_trained).sum();
@@ -321,7 +311,7 @@ mod tests {
     const DIMS: RouteDims = RouteDims { n_layers: 2, top_k: 2, n_experts: 5 };
 
     fn limits(mini_steps: usize, micro_batch_tokens: usize, routes: RoutesUse) -> Limits {
-        Limits { mini_steps, micro_batch_tokens, routes }
+        Limits { mini_steps, micro_batch_tokens, share_prompts: false, routes }
     }
 
     fn packed<R>(rollouts: &[OwnedRollout], limits: Limits, inspect: impl FnOnce(Batch<'_>) -> R) -> R {

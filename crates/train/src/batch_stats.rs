@@ -33,8 +33,10 @@ pub struct BatchStats {
     pub n_truncated_masked: usize,
     /// Share of rollouts that were cut off by their token limit.
     pub response_length_clip_ratio: f64,
-    /// Tokens that will be fed to the model.
+    /// Inputs of the rollouts that will be trained on.
     pub n_inputs: usize,
+    /// Of these, those whose rows are computed for another rollout.
+    pub n_shared: usize,
     /// Tokens that will be trained on.
     pub n_trained: usize,
 }
@@ -101,7 +103,8 @@ mod tests {
         rollouts[0].mask = Some(vec![1, 0, 0, 0, 1, 1]);
         let overlong = Some(Overlong { max_tokens: 4, cache_tokens: 2, factor: 1.0 });
         let objective = Objective { overlong, ..dapo() };
-        let limits = Limits { mini_steps: 1, micro_batch_tokens: 100, routes: RoutesUse::None };
+        let limits =
+            Limits { mini_steps: 1, micro_batch_tokens: 100, share_prompts: true, routes: RoutesUse::None };
         with_groups(&rollouts, |groups| {
             let batch = Batch::pack(groups, &objective, limits).unwrap();
             let stats = batch.stats();

@@ -106,7 +106,7 @@ mod tests {
     const DIMS: RouteDims = RouteDims { n_layers: 2, top_k: 2, n_experts: 5 };
 
     fn refused(rollouts: &[OwnedRollout], routes: RoutesUse) -> Option<TrainError> {
-        let limits = Limits { mini_steps: 1, micro_batch_tokens: 100, routes };
+        let limits = Limits { mini_steps: 1, micro_batch_tokens: 100, share_prompts: true, routes };
         with_groups(rollouts, |groups| Batch::pack(groups, &dapo(), limits).err())
     }
 
@@ -167,7 +167,8 @@ mod tests {
 
     #[test]
     fn a_group_that_comes_twice_or_holds_another_groups_rollout_is_refused() {
-        let limits = Limits { mini_steps: 1, micro_batch_tokens: 100, routes: RoutesUse::None };
+        let limits =
+            Limits { mini_steps: 1, micro_batch_tokens: 100, share_prompts: true, routes: RoutesUse::None };
         let pack = |groups: &[Group<'_>]| Batch::pack(groups, &dapo(), limits).err();
         with_groups(&pair(), |groups| {
             let twice = [groups[0].clone(), groups[0].clone()];

@@ -46,15 +46,24 @@ pub(crate) fn policy_like(seed: u64, tied: bool) -> Policy {
 
 /// Gives `rollout` the logprobs and routes that `policy` itself would have had when it sampled those tokens.
 pub(crate) fn sampled_by(policy: &mut Policy, mut rollout: OwnedRollout) -> OwnedRollout {
-    let dims = policy.config().route_dims();
     for token in &mut rollout.tokens {
         token.0 = (token.0 * 7 + rollout.index) % 13;
     }
+    scored_by(policy, rollout)
+}
+
+/// The same for tokens as they are.
+pub(crate) fn scored_by(policy: &mut Policy, mut rollout: OwnedRollout) -> OwnedRollout {
+    let dims = policy.config().route_dims();
     let n_inputs = rollout.tokens.len() - 1;
     let mut record = RouteRecord::new(dims.n_layers, policy.config().router());
     record.start(n_inputs);
-    let packed =
-        Packed { tokens: &rollout.tokens[..n_inputs], targets: &rollout.tokens[1..], lengths: &[n_inputs] };
+    let packed = Packed {
+        tokens: &rollout.tokens[..n_inputs],
+        targets: &rollout.tokens[1..],
+        lengths: &[n_inputs],
+        shared: &[],
+    };
     let output = policy.logprobs(&packed, &mut Routing::Record(&mut record), 1.0).unwrap();
     rollout.rollout_logprobs = output.logprobs.to_vec1::<f32>().unwrap().split_off(rollout.prompt_tokens - 1);
     let mut rows = RouteRows::with_capacity(dims, n_inputs);

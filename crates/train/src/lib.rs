@@ -32,6 +32,7 @@ pub mod sft;
 pub mod trainer;
 
 mod contract;
+mod cut;
 mod learner;
 mod step_tokens;
 

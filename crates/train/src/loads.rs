@@ -33,14 +33,18 @@ impl Loads {
         self.counts.len() / self.n_experts.max(1)
     }
 
-    /// Adds what `layer` chose, `[T, K]`.
+    /// Adds what `layer` chose for rows, `[T, K]`, each of which stands for as many tokens as `uses` `[T]` says.
     ///
     /// # Panics
-    /// If the layer or an id is out of range.
-    pub fn add(&mut self, layer: usize, chosen: &[u16]) {
+    /// If the layer or an id is out of range, or rows have not one `K`.
+    pub fn add(&mut self, layer: usize, chosen: &[u16], uses: &[u64]) {
         let counts = &mut self.counts[layer * self.n_experts..][..self.n_experts];
-        for &expert in chosen {
-            counts[usize::from(expert)] += 1;
+        assert!(chosen.len().is_multiple_of(uses.len().max(1)), "as many experts for every row");
+        let top_k = (chosen.len() / uses.len().max(1)).max(1);
+        for (chosen, uses) in chosen.chunks_exact(top_k).zip(uses) {
+            for &expert in chosen {
+                counts[usize::from(expert)] += uses;
+            }
         }
     }
 
@@ -106,8 +110,9 @@ mod tests {
 
     fn loads(layers: [&[u16]; 2]) -> Loads {
         let mut loads = Loads::new(DIMS);
-        loads.add(0, layers[0]);
-        loads.add(1, layers[1]);
+        for (layer, chosen) in layers.into_iter().enumerate() {
+            loads.add(layer, chosen, &vec![1; chosen.len()]);
+        }
         loads
     }
 
@@ -132,6 +137,16 @@ mod tests {
         let stats = loads([&[0, 0, 0, 1], &[0, 1, 0, 1]]).finish();
         assert_eq!(stats, LoadStats { max_vio_max: 0.5, max_vio_mean: 0.25 });
         assert_eq!(Loads::new(DIMS).finish(), LoadStats::default());
+    }
+
+    #[test]
+    fn a_row_counts_for_every_token_it_stands_for() {
+        let dims = RouteDims { n_layers: 1, top_k: 2, n_experts: 3 };
+        let [mut shared, mut alone] = [(); 2].map(|()| Loads::new(dims));
+        shared.add(0, &[0, 1, 2, 1], &[3, 1]);
+        alone.add(0, &[0, 1, 0, 1, 0, 1, 2, 1], &[1; 4]);
+        assert_eq!(shared, alone);
+        assert_eq!(shared.shares(0), [0.375, 0.5, 0.125]);
     }
 
     #[test]

@@ -1,4 +1,7 @@
 //! A micro-batch: consecutive sequences of a batch, packed end to end as the model takes them.
+//!
+//! Inputs that a sequence shares with its leader have no rows of their own. Nobody is trained on what they predict, so for a
+//! loss the rows of a prompt that is shared are the leader's.
 
 use std::ops::Range;
 
@@ -13,18 +16,20 @@ use crate::loss::TokenBatch;
 use crate::loss::correction::OffPolicy;
 use crate::objective::Objective;
 
-/// One forward's worth of a batch. Every array without a comment is `[T]`; entry `t` of an array about
+/// One forward's worth of a batch. Every array without a shape is `[T]`, an entry a row; entry `t` of an array about
 /// predictions is about the token that input `t` predicts.
 ///
 /// A buffer for [`Self::gather`], filled again for every micro-batch.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct MicroBatch {
-    /// Inputs: all tokens of each sequence but its last.
+    /// Inputs: all tokens of each sequence but its last and those it shares.
     pub tokens: Vec<TokenId>,
     /// The token after each input.
     pub targets: Vec<TokenId>,
-    /// `[sequences]`: inputs of each, summing to `T`.
+    /// `[sequences]`: rows of each, summing to `T`.
     pub lengths: Vec<usize>,
+    /// `[sequences]`: inputs before them whose rows are its leader's.
+    pub shared: Vec<usize>,
     /// Logprob of each target when it was sampled, in nats; 0 for prompt tokens.
     pub rollout_logprobs: Vec<f32>,
     /// The version that sampled each target; 0 for prompt tokens.
@@ -94,7 +99,7 @@ impl MicroBatch {
     /// As a policy takes it.
     #[must_use]
     pub fn packed(&self) -> Packed<'_> {
-        Packed { tokens: &self.tokens, targets: &self.targets, lengths: &self.lengths }
+        Packed { tokens: &self.tokens, targets: &self.targets, lengths: &self.lengths, shared: &self.shared }
     }
 
     /// What its targets are scored over; `None` for all of the vocabulary.
@@ -104,16 +109,38 @@ impl MicroBatch {
         (!sizes.is_empty()).then_some(Kept { sizes, ids })
     }
 
-    /// Inputs, `T`.
+    /// Rows, `T`.
+    #[must_use]
+    pub fn n_rows(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Inputs of all sequences, those that are shared counted for each.
     #[must_use]
     pub fn n_inputs(&self) -> usize {
-        self.tokens.len()
+        self.n_rows() + self.shared.iter().sum::<usize>()
+    }
+
+    /// Inputs that each row stands for, `[T]`: 1, and 1 more for each sequence that shares it.
+    #[must_use]
+    pub fn uses(&self) -> Vec<u64> {
+        let mut uses = vec![1; self.n_rows()];
+        let (mut start, mut leader) = (0, 0);
+        for (length, &n_shared) in self.lengths.iter().zip(&self.shared) {
+            if n_shared == 0 {
+                leader = start;
+            }
+            uses[leader..leader + n_shared].iter_mut().for_each(|uses| *uses += 1);
+            start += length;
+        }
+        uses
     }
 
     fn clear(&mut self) {
         self.tokens.clear();
         self.targets.clear();
         self.lengths.clear();
+        self.shared.clear();
         self.rollout_logprobs.clear();
         self.versions.clear();
         self.advantages.clear();
@@ -126,13 +153,13 @@ impl MicroBatch {
 
     fn push(&mut self, sequence: &Sequence<'_>) {
         let rollout = &sequence.sample.rollout;
-        let n_inputs = sequence.n_inputs();
-        let n_prompt_targets = rollout.prompt_tokens - 1;
-        let n_sampled = n_inputs - n_prompt_targets;
-        let end = self.tokens.len() + n_inputs;
-        self.tokens.extend_from_slice(&rollout.tokens[..n_inputs]);
-        self.targets.extend_from_slice(&rollout.tokens[1..]);
-        self.lengths.push(n_inputs);
+        let (n_rows, n_shared) = (sequence.n_rows(), sequence.n_shared);
+        let n_sampled = rollout.completion().len();
+        let end = self.tokens.len() + n_rows;
+        self.tokens.extend_from_slice(&rollout.tokens[n_shared..n_shared + n_rows]);
+        self.targets.extend_from_slice(&rollout.tokens[n_shared + 1..]);
+        self.lengths.push(n_rows);
+        self.shared.push(n_shared);
         self.rollout_logprobs.resize(end - n_sampled, 0.0);
         self.rollout_logprobs.extend_from_slice(rollout.rollout_logprobs);
         self.versions.resize(end - n_sampled, PolicyVersion::default());
@@ -149,7 +176,7 @@ impl MicroBatch {
     /// Targets of the prompt and given tokens have no support, as if they had been drawn from all of the vocabulary.
     fn push_supports(&mut self, sequences: &[Sequence<'_>]) {
         for sequence in sequences {
-            let end = self.support_sizes.len() + sequence.n_inputs();
+            let end = self.support_sizes.len() + sequence.n_rows();
             if let Some(support) = sequence.sample.rollout.support {
                 self.support_sizes.resize(end - support.rows(), 0);
                 self.support_sizes.extend_from_slice(support.sizes());
@@ -159,15 +186,16 @@ impl MicroBatch {
         }
     }
 
-    fn push_routes(&mut self, sequences: &[Sequence<'_>]) {
-        let views =
-            || sequences.iter().map(|s| s.sample.rollout.routes.expect("pack refused missing routes"));
-        let Some(dims) = views().next().map(|view| view.dims()) else { return };
+    fn push_routes<'a>(&mut self, sequences: &[Sequence<'a>]) {
+        let view = |sequence: &Sequence<'a>| {
+            (sequence.n_shared, sequence.sample.rollout.routes.expect("pack refused missing routes"))
+        };
+        let Some(dims) = sequences.first().map(|first| view(first).1.dims()) else { return };
         self.routes.resize(dims.row_ids() * self.tokens.len(), 0);
         let mut rows = self.routes.chunks_exact_mut(dims.top_k);
         for layer in 0..dims.n_layers {
-            for view in views() {
-                for (row, ids) in (0..view.rows()).zip(rows.by_ref()) {
+            for (n_shared, view) in sequences.iter().map(view) {
+                for (row, ids) in (n_shared..view.rows()).zip(rows.by_ref()) {
                     view.copy_layer(row, layer, ids);
                 }
             }
@@ -261,7 +289,12 @@ mod tests {
         let mut second = OwnedRollout::new(0, 1, (1, 2), 0.0).with_routes(dims);
         second.version = 5;
         with_groups(&[first, second], |groups| {
-            let limits = Limits { mini_steps: 1, micro_batch_tokens: 100, routes: RoutesUse::Replay };
+            let limits = Limits {
+                mini_steps: 1,
+                micro_batch_tokens: 100,
+                share_prompts: true,
+                routes: RoutesUse::Replay,
+            };
             let batch = Batch::pack(groups, &dapo(), limits).unwrap();
             let mut micro = MicroBatch { tokens: vec![TokenId(9); 40], ..MicroBatch::default() };
             micro.gather(&batch, 0..2);
@@ -287,7 +320,12 @@ mod tests {
         supports.push(&[103, 104, 105]);
         rollouts[1].support = Some(supports);
         with_groups(&rollouts, |groups| {
-            let limits = Limits { mini_steps: 1, micro_batch_tokens: 100, routes: RoutesUse::None };
+            let limits = Limits {
+                mini_steps: 1,
+                micro_batch_tokens: 100,
+                share_prompts: true,
+                routes: RoutesUse::None,
+            };
             let batch = Batch::pack(groups, &dapo(), limits).unwrap();
             let mut micro = MicroBatch::default();
             micro.gather(&batch, 0..3);
@@ -306,7 +344,12 @@ mod tests {
         let rollouts =
             [0.0, 1.0].map(|reward| OwnedRollout::new(0, reward as u32, (1, 1), reward).with_routes(dims));
         with_groups(&rollouts, |groups| {
-            let limits = Limits { mini_steps: 1, micro_batch_tokens: 100, routes: RoutesUse::None };
+            let limits = Limits {
+                mini_steps: 1,
+                micro_batch_tokens: 100,
+                share_prompts: true,
+                routes: RoutesUse::None,
+            };
             let batch = Batch::pack(groups, &dapo(), limits).unwrap();
             let mut micro = MicroBatch::default();
             micro.gather(&batch, 0..2);

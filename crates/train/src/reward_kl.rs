@@ -11,14 +11,14 @@ use crate::objective::Objective;
 
 /// What taking the KL out of the rewards gives.
 pub struct TakenOut {
-    /// Advantage of every input of the batch.
+    /// Advantage of every row of the batch.
     pub advantages: Vec<f64>,
     /// KL of a trained token, nats, mean over all of them; 0 if there is none.
     pub kl: f64,
 }
 
 /// Advantages in f64, when `coef * estimator` of each trained token of `batch` is taken off its rollout's
-/// reward. `reference_logprobs` has one for each input, in the order of the batch's sequences.
+/// reward. `reference_logprobs` has one for each row, in the order of the batch's sequences.
 ///
 /// # Panics
 /// If it has not.
@@ -31,7 +31,7 @@ pub fn take_out(
 ) -> TakenOut {
     let mut costs = Vec::with_capacity(reference_logprobs.len());
     for sequence in batch.sequences() {
-        let reference = &reference_logprobs[costs.len()..][..sequence.n_inputs()];
+        let reference = &reference_logprobs[costs.len()..][..sequence.n_rows()];
         costs
             .extend(costs_of(sequence, reference).map(|log_ratio| log_ratio.map(|x| coef * estimator.of(x))));
     }
@@ -51,13 +51,13 @@ pub fn take_out(
     TakenOut { advantages, kl: costs.iter().flatten().sum::<f64>() / (coef * n_trained as f64) }
 }
 
-/// `rollout - reference` of each trained input; `None` for the others.
+/// `rollout - reference` of each trained row; `None` for the others.
 fn costs_of<'a>(
     sequence: &'a Sequence<'_>,
     reference: &'a [f32],
 ) -> impl Iterator<Item = Option<f64>> + use<'a> {
     let rollout = &sequence.sample.rollout;
-    let n_prompt_targets = rollout.prompt_tokens - 1;
+    let n_prompt_targets = rollout.prompt_tokens - 1 - sequence.n_shared;
     let mask = sequence.sample.mask;
     reference.iter().enumerate().map(move |(at, &reference)| {
         let n = at.checked_sub(n_prompt_targets)?;
@@ -66,7 +66,7 @@ fn costs_of<'a>(
     })
 }
 
-/// Adds the advantages of one group's inputs, which begin where `advantages` ends.
+/// Adds the advantages of one group's rows, which begin where `advantages` ends.
 fn push_group(
     members: &[Sequence<'_>],
     estimator: Estimator,
@@ -76,8 +76,8 @@ fn push_group(
     let mut start = advantages.len();
     let mut ranges = Vec::with_capacity(members.len());
     for member in members {
-        ranges.push(start..start + member.n_inputs());
-        start += member.n_inputs();
+        ranges.push(start..start + member.n_rows());
+        start += member.n_rows();
     }
     let total = |range: &std::ops::Range<usize>| -> f64 { costs[range.clone()].iter().flatten().sum() };
     if estimator.compares_within_groups() {

@@ -9,7 +9,7 @@ use r3_kernels::router::Routing;
 use r3_model::autograd::{Packed, Policy, PolicyOutput};
 use r3_recipe::learning::Sft;
 
-use crate::batch::micro_batches;
+use crate::cut::Cutter;
 use crate::error::TrainError;
 use crate::learner::Learner;
 use crate::loads::{Loads, load_balance};
@@ -87,11 +87,11 @@ impl SftTrainer {
         let n_inputs = examples.iter().map(|example| example.tokens.len() - 1).sum();
         let n_trained = examples.iter().map(|example| example.tokens.len() - example.answer_start).sum();
         let totals = Totals { n_inputs, n_trained };
-        let micro_batches = micro_batches(
-            0,
-            examples.iter().map(|example| example.tokens.len() - 1),
-            self.micro_batch_tokens,
-        );
+        let mut cutter = Cutter::new(self.micro_batch_tokens);
+        for (at, example) in examples.iter().enumerate() {
+            cutter.add(at, example.tokens.len() - 1);
+        }
+        let micro_batches = cutter.finish();
         let mut loads = Loads::new(self.policy().config().route_dims());
         let several = micro_batches.len() > 1 && self.load_balance != 0.0;
         if several {
@@ -148,14 +148,15 @@ impl SftTrainer {
         let tokens = flat(|tokens| &tokens[..tokens.len() - 1]);
         let targets = flat(|tokens| &tokens[1..]);
         let lengths: Vec<usize> = examples.iter().map(|example| example.tokens.len() - 1).collect();
-        let packed = Packed { tokens: &tokens, targets: &targets, lengths: &lengths };
+        let packed = Packed { tokens: &tokens, targets: &targets, lengths: &lengths, shared: &[] };
         if self.load_balance == 0.0 {
             return Ok(self.learner.policy.logprobs(&packed, &mut Routing::Free, 1.0)?);
         }
         self.record.start(tokens.len());
         let output = self.learner.policy.logprobs(&packed, &mut Routing::Record(&mut self.record), 1.0)?;
+        let uses = vec![1; tokens.len()];
         for layer in 0..loads.n_layers() {
-            loads.add(layer, &self.record.layer(layer));
+            loads.add(layer, &self.record.layer(layer), &uses);
         }
         Ok(output)
     }
@@ -203,7 +204,12 @@ mod tests {
         let mut expected = 0.0;
         for tokens in &demonstrations {
             let n_inputs = tokens.len() - 1;
-            let packed = Packed { tokens: &tokens[..n_inputs], targets: &tokens[1..], lengths: &[n_inputs] };
+            let packed = Packed {
+                tokens: &tokens[..n_inputs],
+                targets: &tokens[1..],
+                lengths: &[n_inputs],
+                shared: &[],
+            };
             let output = trainer.learner.policy.logprobs(&packed, &mut Routing::Free, 1.0).unwrap();
             let logprobs = output.logprobs.to_vec1::<f32>().unwrap();
             expected -= logprobs[1..].iter().map(|&logprob| f64::from(logprob)).sum::<f64>() / 10.0;

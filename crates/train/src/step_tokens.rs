@@ -1,10 +1,10 @@
-//! Numbers of a whole step's inputs, kept from one pass for a later one.
+//! Numbers of a whole step's rows, kept from one pass for a later one.
 
 use std::ops::Range;
 
 use crate::batch::{Batch, Sequence};
 
-/// A number for every input of a batch, in the order of its sequences. A buffer, filled again in every step.
+/// A number for every row of a batch, in the order of its sequences. A buffer, filled again in every step.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct StepTokens {
     values: Vec<f32>,
@@ -18,7 +18,7 @@ impl StepTokens {
         self.starts.clear();
         self.starts.push(0);
         let mut end = 0;
-        self.starts.extend(batch.sequences().iter().map(Sequence::n_inputs).map(|n| {
+        self.starts.extend(batch.sequences().iter().map(Sequence::n_rows).map(|n| {
             end += n;
             end
         }));
@@ -26,27 +26,27 @@ impl StepTokens {
         self.values.resize(end, f32::NAN);
     }
 
-    /// Keeps `values` of the inputs of `sequences`.
+    /// Keeps `values` of the rows of `sequences`.
     ///
     /// # Panics
     /// If there is not one for each.
     pub(crate) fn keep(&mut self, sequences: &Range<usize>, values: &[f32]) {
-        let at = self.inputs(sequences);
+        let at = self.rows(sequences);
         self.values[at].copy_from_slice(values);
     }
 
-    /// What was kept for the inputs of `sequences`; NaN where nothing was.
+    /// What was kept for the rows of `sequences`; NaN where nothing was.
     pub(crate) fn of(&self, sequences: &Range<usize>) -> &[f32] {
-        &self.values[self.inputs(sequences)]
+        &self.values[self.rows(sequences)]
     }
 
-    /// What was kept for all inputs.
+    /// What was kept for all rows.
     pub(crate) fn all(&self) -> &[f32] {
         &self.values
     }
 
-    /// Where the inputs of `sequences` are among those of the batch.
-    pub(crate) fn inputs(&self, sequences: &Range<usize>) -> Range<usize> {
+    /// Where the rows of `sequences` are among those of the batch.
+    pub(crate) fn rows(&self, sequences: &Range<usize>) -> Range<usize> {
         self.starts[sequences.start]..self.starts[sequences.end]
     }
 }

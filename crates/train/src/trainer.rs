@@ -112,7 +112,7 @@ pub struct ActorStats {
 /// How far a micro-batch is: what [`Trainer::step`] tells whoever watches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PassDone {
-    /// Tokens it fed to the model.
+    /// Inputs of its sequences.
     pub n_inputs: usize,
     /// What was done with them.
     pub stage: Stage,
@@ -350,7 +350,7 @@ impl Trainer {
             }
             let reference = self.reference.as_ref();
             if let Some(Reference { taken: Some(taken), logprobs, .. }) = reference {
-                self.micro.advantages.copy_from_slice(&taken.advantages[logprobs.inputs(sequences)]);
+                self.micro.advantages.copy_from_slice(&taken.advantages[logprobs.rows(sequences)]);
             }
             let old_logprobs = match self.objective.old_logprobs {
                 OldLogprobs::Rollout => &self.micro.rollout_logprobs,
@@ -392,7 +392,7 @@ impl Trainer {
         micro.gather(batch, sequences.clone());
         let mut native = (measure && batch.routes() != RoutesUse::None).then_some(native);
         if let Some(native) = &mut native {
-            native.start(micro.n_inputs());
+            native.start(micro.n_rows());
         }
         let rollout = (batch.routes() == RoutesUse::Replay).then_some(&micro.routes[..]);
         let mut routing = replay.routing(rollout, &sequences, native);
@@ -439,21 +439,21 @@ struct Pass {
     n_replaced: Option<(usize, usize)>,
 }
 
-/// Says which rollout the input `at` of a micro-batch belongs to.
+/// Says which rollout the row `at` of a micro-batch belongs to.
 fn name_position(whose: &str, batch: &Batch<'_>, sequences: Range<usize>, mut at: usize) -> String {
     for sequence in &batch.sequences()[sequences] {
-        if at < sequence.n_inputs() {
+        if at < sequence.n_rows() {
             let rollout = &sequence.sample.rollout;
             return format!(
                 "{whose}'s logprob of group {}, rollout {}, token {}",
                 rollout.group,
                 rollout.index,
-                at + 1
+                sequence.n_shared + at + 1
             );
         }
-        at -= sequence.n_inputs();
+        at -= sequence.n_rows();
     }
-    unreachable!("a micro-batch has as many inputs as its sequences")
+    unreachable!("a micro-batch has as many rows as its sequences")
 }
 
 /// What is measured at the weights a step starts with.
@@ -481,8 +481,9 @@ impl Measured {
         if self.routes != RoutesUse::None {
             self.mismatch.add_routes(native, &micro.routes, &fresh);
         }
+        let uses = micro.uses();
         for (layer, ran) in pass.output.ran.iter().enumerate() {
-            loads.add(layer, &ran.ids);
+            loads.add(layer, &ran.ids, &uses);
         }
     }
 
@@ -527,7 +528,7 @@ impl ActorSums {
             let (sum, of) = self.replaced.get_or_insert_default();
             (*sum, *of) = (*sum + n_replaced, *of + n);
         }
-        for t in (0..micro.n_inputs()).filter(|&t| micro.mask[t] != 0.0) {
+        for t in (0..micro.n_rows()).filter(|&t| micro.mask[t] != 0.0) {
             self.kl -= difference((&pass.policy_logprobs[t], &micro.rollout_logprobs[t]));
             self.entropy += f64::from(pass.entropy[t]);
             self.n_tokens += 1;
@@ -583,6 +584,8 @@ impl ActorSums {
     }
 }
 
+#[cfg(test)]
+mod sharing_tests;
 #[cfg(test)]
 mod splits;
 #[cfg(test)]

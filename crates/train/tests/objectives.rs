@@ -173,7 +173,8 @@ fn differentiate(
     budget: usize,
     nudge: &dyn Fn(usize) -> f64,
 ) -> Differentiated {
-    let limits = Limits { mini_steps: 1, micro_batch_tokens: budget, routes: RoutesUse::None };
+    let limits =
+        Limits { mini_steps: 1, micro_batch_tokens: budget, share_prompts: false, routes: RoutesUse::None };
     let groups = groups(rollouts);
     let batch = Batch::pack(&groups, objective, limits).unwrap();
     let n_sampled = rollouts.iter().map(|rollout| rollout.mask.len()).sum();
@@ -302,7 +303,8 @@ fn no_split_into_micro_batches_changes_a_gradient() {
 fn no_order_of_arrival_changes_a_bit() {
     for_each_case(PAPERS, |name, objective, rollouts, _| {
         let n_groups = groups(rollouts).len();
-        let limits = Limits { mini_steps: 1, micro_batch_tokens: 40, routes: RoutesUse::None };
+        let limits =
+            Limits { mini_steps: 1, micro_batch_tokens: 40, share_prompts: false, routes: RoutesUse::None };
         let advantages = |turn: usize| {
             let mut groups = groups(rollouts);
             groups.rotate_left(turn % n_groups);

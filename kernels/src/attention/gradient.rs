@@ -1,13 +1,15 @@
 //! The gradient of packed attention, with probabilities recomputed.
 //!
-//! A task is one kv head of one sequence, walked through in order, so every sum of the gradient has one order.
+//! A task is one kv head of one unit, a sequence with those that share its beginning, walked through in order; so every sum
+//! of the gradient has one order.
 
 use std::cell::RefCell;
+use std::ops::Range;
 
 use half::bf16;
 
 use super::kernel::{Element, LANES, MAX_PASS, Rows, View, padded};
-use super::packed::PackedAttention;
+use super::packed::{PackedAttention, PackedSequence};
 use super::{Heads, Pages, Table};
 use crate::isa::{Isa, Lanes, multiversion, sum_lanes};
 use crate::parallel::{self, Disjoint};
@@ -26,24 +28,32 @@ pub(super) struct Operands<'a> {
 
 /// Gradients of queries, keys and values. The gradient passes through the rounding of keys and values to bf16 as if it
 /// were not there.
-pub(super) fn backward(operands: &Operands<'_>, lengths: &[usize], out: [&mut [f32]; 3]) {
+pub(super) fn backward(operands: &Operands<'_>, sequences: &[PackedSequence], out: [&mut [f32]; 3]) {
     let heads = operands.heads;
     let [q_grad, k_grad, v_grad] = out.map(Disjoint::new);
-    let sequences = operands.attention.plain.sequences(lengths);
-    let first_tokens: Vec<usize> =
-        lengths.iter().scan(0, |end, n| Some(std::mem::replace(end, *end + n))).collect();
-    let work = lengths.iter().map(|n| n * n * 5 * heads.query_len()).sum();
-    parallel::for_each(sequences.len() * heads.n_kv_heads, work, |i| {
-        let (sequence, kv_head) = (i / heads.n_kv_heads, i % heads.n_kv_heads);
-        let table = Table { blocks: sequences[sequence].blocks, block_tokens: LANES };
-        let job = Job { operands, kv_head, table };
-        let tokens = Tokens { first: first_tokens[sequence], len: lengths[sequence] };
+    let paged = operands.attention.plain.paged(sequences);
+    let units = units(sequences);
+    let work = sequences.iter().map(|one| one.n_own * one.len() * 5 * heads.query_len()).sum();
+    parallel::for_each(units.len() * heads.n_kv_heads, work, |i| {
+        let (unit, kv_head) = (&units[i / heads.n_kv_heads], i % heads.n_kv_heads);
         BUFFERS.with_borrow_mut(|buffers| {
-            backward_sequence(&job, tokens, buffers, &q_grad);
+            for grad in [&mut buffers.k_grad, &mut buffers.v_grad] {
+                grad.clear();
+                grad.resize(unit.n_tokens * heads.head_dim, 0.0);
+            }
+            let mut start = 0;
+            for at in unit.sequences.clone() {
+                let table = Table { blocks: paged[at].blocks, block_tokens: LANES };
+                let PackedSequence { n_shared, n_own } = sequences[at];
+                let job = Job { operands, kv_head, table };
+                let tokens = Tokens { first: unit.first_token + start, start, n_shared, n_own };
+                backward_sequence(&job, tokens, buffers, &q_grad);
+                start += n_own;
+            }
             for (parts, rows) in [(&k_grad, &buffers.k_grad), (&v_grad, &buffers.v_grad)] {
                 for (t, row) in rows.chunks_exact(heads.head_dim).enumerate() {
-                    let start = ((tokens.first + t) * heads.n_kv_heads + kv_head) * heads.head_dim;
-                    // SAFETY: tasks are distinct pairs of sequence and kv head, and the range is such a pair's.
+                    let start = ((unit.first_token + t) * heads.n_kv_heads + kv_head) * heads.head_dim;
+                    // SAFETY: tasks are distinct pairs of unit and kv head, and the range is such a pair's.
                     unsafe { parts.part(start..start + heads.head_dim) }.copy_from_slice(row);
                 }
             }
@@ -51,26 +61,55 @@ pub(super) fn backward(operands: &Operands<'_>, lengths: &[usize], out: [&mut [f
     });
 }
 
-/// What a task reads.
+/// A leader and those that share with it: one task for a kv head, so that what they share has one sum.
+struct Unit {
+    sequences: Range<usize>,
+    /// Among all tokens.
+    first_token: usize,
+    n_tokens: usize,
+}
+
+fn units(sequences: &[PackedSequence]) -> Vec<Unit> {
+    let mut units: Vec<Unit> = Vec::new();
+    let mut first_token = 0;
+    for (at, &PackedSequence { n_shared, n_own }) in sequences.iter().enumerate() {
+        match units.last_mut() {
+            Some(unit) if n_shared > 0 => {
+                unit.sequences.end = at + 1;
+                unit.n_tokens += n_own;
+            }
+            _ => units.push(Unit { sequences: at..at + 1, first_token, n_tokens: n_own }),
+        }
+        first_token += n_own;
+    }
+    units
+}
+
+/// What a task reads of a sequence.
 struct Job<'a> {
     operands: &'a Operands<'a>,
     kv_head: usize,
     table: Table<'a>,
 }
 
-/// The tokens of one sequence among all.
+/// The own tokens of one sequence.
 #[derive(Clone, Copy)]
 struct Tokens {
+    /// The first among all.
     first: usize,
-    len: usize,
+    /// The first among those of its unit.
+    start: usize,
+    /// Positions before it, which are the first of the unit.
+    n_shared: usize,
+    n_own: usize,
 }
 
-/// Buffers of a task, grown to the longest sequence and kept.
+/// Buffers of a task, grown to the largest unit and kept.
 #[derive(Default)]
 struct Buffers {
-    /// `[len, hd]`.
+    /// Of the unit's tokens, `[n_tokens, hd]`.
     k_grad: Vec<f32>,
-    /// `[len, hd]`.
+    /// As `k_grad`.
     v_grad: Vec<f32>,
     /// Of one pass, `[R, hd]`: scaled queries, gradients of the outputs, gradients of the queries.
     queries: Vec<f32>,
@@ -123,15 +162,11 @@ fn walk<I: Isa, E: Element>(
     q_grad: &Disjoint<'_, f32>,
 ) {
     let heads = job.operands.heads;
-    let stride = tokens.len.next_multiple_of(LANES);
-    for grad in [&mut buffers.k_grad, &mut buffers.v_grad] {
-        grad.clear();
-        grad.resize(tokens.len * heads.head_dim, 0.0);
-    }
+    let stride = (tokens.n_shared + tokens.n_own).next_multiple_of(LANES);
     for rows in [&mut buffers.probabilities, &mut buffers.score_grads] {
         rows.resize(MAX_PASS * stride, 0.0);
     }
-    let rows = Rows { group: heads.group(), start: 0, n_rows: tokens.len * heads.group() };
+    let rows = Rows { group: heads.group(), start: tokens.n_shared, n_rows: tokens.n_own * heads.group() };
     let mut first = 0;
     while first < rows.n_rows {
         let n = rows.pass_len::<I>(first);
@@ -148,14 +183,14 @@ fn walk<I: Isa, E: Element>(
             buffers.out_grads.extend_from_slice(&job.operands.grad[row]);
         }
         match n {
-            8 => backward_pass::<I, E, 8>(views, rows, first, buffers),
-            4 => backward_pass::<I, E, 4>(views, rows, first, buffers),
-            3 => backward_pass::<I, E, 3>(views, rows, first, buffers),
-            2 => backward_pass::<I, E, 2>(views, rows, first, buffers),
-            _ => backward_pass::<I, E, 1>(views, rows, first, buffers),
+            8 => backward_pass::<I, E, 8>(views, (rows, first), tokens, buffers),
+            4 => backward_pass::<I, E, 4>(views, (rows, first), tokens, buffers),
+            3 => backward_pass::<I, E, 3>(views, (rows, first), tokens, buffers),
+            2 => backward_pass::<I, E, 2>(views, (rows, first), tokens, buffers),
+            _ => backward_pass::<I, E, 1>(views, (rows, first), tokens, buffers),
         }
         for (r, row) in buffers.q_grads.chunks_exact(heads.head_dim).enumerate() {
-            // SAFETY: tasks are distinct pairs of sequence and kv head, and the range is such a pair's.
+            // SAFETY: tasks are distinct pairs of unit and kv head, and the range is such a pair's.
             let out = unsafe { q_grad.part(start_of(r)..start_of(r) + heads.head_dim) };
             for (out, x) in out.iter_mut().zip(row) {
                 *out = heads.scale() * x;
@@ -170,8 +205,8 @@ fn walk<I: Isa, E: Element>(
 #[inline(always)]
 fn backward_pass<I: Isa, E: Element, const R: usize>(
     [view, swapped]: &[View<'_, E>; 2],
-    rows: Rows,
-    first: usize,
+    (rows, first): (Rows, usize),
+    tokens: Tokens,
     buffers: &mut Buffers,
 ) {
     let stride = buffers.probabilities.len() / MAX_PASS;
@@ -188,8 +223,14 @@ fn backward_pass<I: Isa, E: Element, const R: usize>(
     buffers.q_grads.clear();
     buffers.q_grads.resize(R * view.head_dim, 0.0);
     swapped.add_weighted::<I, R>(&buffers.score_grads, stride, 0..n_keys, &mut buffers.q_grads);
-    add_outer::<I, R>((&buffers.score_grads, stride), &buffers.queries, n_keys, &mut buffers.k_grad);
-    add_outer::<I, R>((&buffers.probabilities, stride), &buffers.out_grads, n_keys, &mut buffers.v_grad);
+    let Buffers { k_grad, v_grad, queries, out_grads, probabilities, score_grads, .. } = buffers;
+    // Where the gradients of positions lie: shared ones at the unit's beginning, the others at the sequence's own.
+    let places = [(0..tokens.n_shared, 0), (tokens.n_shared..n_keys, tokens.start)];
+    for (positions, row) in places {
+        let at = row * view.head_dim;
+        add_outer::<I, R>((score_grads, stride), queries, positions.clone(), &mut k_grad[at..]);
+        add_outer::<I, R>((probabilities, stride), out_grads, positions, &mut v_grad[at..]);
+    }
 }
 
 /// Divides `exps` by their `sum`, and turns `grads`, of the probabilities, into those of the scores; 0 beyond `exps`.
@@ -210,17 +251,17 @@ fn softmax_gradient<I: Isa>(exps: &mut [f32], sum: f32, grads: &mut [f32]) {
     }
 }
 
-/// `out[p] += sum_r weights[r][p] rows[r]` for `p` in `0..n_keys`: `rows` `[R, hd]`, `out` `[len, hd]`.
+/// `out[i] += sum_r weights[r][p] rows[r]` for the `i`th `p` of `positions`: `rows` `[R, hd]`, `out` `[.., hd]`.
 #[inline(always)]
 fn add_outer<I: Isa, const R: usize>(
     (weights, stride): (&[f32], usize),
     rows: &[f32],
-    n_keys: usize,
+    positions: Range<usize>,
     out: &mut [f32],
 ) {
     let head_dim = rows.len() / R;
     let whole = head_dim - head_dim % LANES;
-    let weights: [&[f32]; R] = std::array::from_fn(|r| &weights[r * stride..][..n_keys]);
+    let weights: [&[f32]; R] = std::array::from_fn(|r| &weights[r * stride..][positions.clone()]);
     for column in (0..whole).step_by(LANES) {
         add_outer_columns::<I, R>(weights, rows, (column, LANES), out);
     }

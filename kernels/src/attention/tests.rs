@@ -8,9 +8,8 @@ use proptest::prelude::{Strategy, prop_assert, prop_assert_eq, proptest};
 use proptest::sample::select;
 
 use super::kernel::{LANES, Rows, Scratch};
-use super::{
-    Heads, Job, KvCache, PagedSequence, Table, attend_job_body, packed::PackedAttention, paged_attention,
-};
+use super::packed::{PackedAttention, PackedSequence};
+use super::{Heads, Job, KvCache, PagedSequence, Table, attend_job_body, paged_attention};
 use crate::gemm::Dtype;
 #[cfg(target_arch = "x86_64")]
 use crate::isa::{Avx2, Avx512, Level, level};
@@ -47,8 +46,9 @@ impl Inputs {
         // More sequences first, to see that nothing of them stays.
         let mut attention = PackedAttention::new(self.heads, dtype);
         let [q, k, v] = [&self.q, &self.k, &self.v].map(|x| [&x[..], &vec![f32::NAN; x.len()]].concat());
-        attention.forward(&q, (&k, &v), &self.lengths.repeat(2), &mut [&out[..], &out[..]].concat());
-        attention.forward(&self.q, (&self.k, &self.v), &self.lengths, &mut out);
+        let sequences = alone(&self.lengths);
+        attention.forward(&q, (&k, &v), &sequences.repeat(2), &mut [&out[..], &out[..]].concat());
+        attention.forward(&self.q, (&self.k, &self.v), &sequences, &mut out);
         out
     }
 
@@ -57,6 +57,11 @@ impl Inputs {
         let (q, kv) = (self.heads.query_len(), self.heads.kv_len());
         [(&self.q, q), (&self.k, kv), (&self.v, kv)].map(|(x, len)| &x[first * len..][..n * len])
     }
+}
+
+/// Sequences that share nothing.
+fn alone(lengths: &[usize]) -> Vec<PackedSequence> {
+    lengths.iter().copied().map(PackedSequence::whole).collect()
 }
 
 fn heads_strategy() -> impl Strategy<Value = Heads> {
@@ -144,7 +149,7 @@ fn two_tokens_are_that_by_hand() {
     let k = [0.0, 7.0, 0.0, 0.0, 3_f32.ln(), 0.0, 5.0, 0.0];
     let v = [4.0, 8.0, 0.0, 1.0, 0.0, 4.0, 8.0, 1.0];
     let mut out = [f32::NAN; 8];
-    PackedAttention::new(heads, Dtype::F32).forward(&q, (&k, &v), &[2], &mut out);
+    PackedAttention::new(heads, Dtype::F32).forward(&q, (&k, &v), &alone(&[2]), &mut out);
     assert_eq!(out[..4], v[..4]);
     for (got, want) in out[4..].iter().zip([1.0, 5.0, 6.0, 1.0]) {
         assert!((got - want).abs() < 1e-6, "{out:?}");
@@ -347,7 +352,12 @@ fn gradients_in(inputs: &Inputs, dtype: Dtype) -> [Vec<f32>; 3] {
     let operands = [&inputs.q[..], &inputs.k, &inputs.v];
     let mut out = operands.map(|x| vec![f32::NAN; x.len()]);
     let grads = out.each_mut().map(Vec::as_mut_slice);
-    PackedAttention::new(inputs.heads, dtype).backward(operands, &inputs.lengths, &pull(inputs), grads);
+    PackedAttention::new(inputs.heads, dtype).backward(
+        operands,
+        &alone(&inputs.lengths),
+        &pull(inputs),
+        grads,
+    );
     out
 }
 
@@ -424,4 +434,127 @@ fn gradients_through_a_bf16_cache_are_those_at_the_rounded_keys_and_values() {
         *x = bf16::from_f32(*x).to_f32();
     }
     assert_eq!(got.map(|grad| bits(&grad)), gradients(&inputs).map(|grad| bits(&grad)));
+}
+
+/// Sequences that begin as their leader does, each of them whole.
+#[derive(Clone, Debug)]
+struct Shared {
+    whole: Inputs,
+    /// What each of `whole` shares.
+    n_shared: Vec<usize>,
+}
+
+impl Shared {
+    /// Of each sequence, how much it shares, at most what its leader has, and how much more it has.
+    fn new(heads: Heads, sizes: &[(usize, usize)]) -> Self {
+        let (mut lengths, mut n_shared, mut leaders) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut leader, mut leader_len) = (0, 0);
+        for &(shared, own) in sizes {
+            let shared = shared.min(leader_len);
+            if shared == 0 {
+                (leader, leader_len) = (lengths.iter().sum(), own);
+            }
+            lengths.push(shared + own);
+            n_shared.push(shared);
+            leaders.push(leader);
+        }
+        let mut whole = Inputs::new(heads, &lengths);
+        let (q, kv) = (heads.query_len(), heads.kv_len());
+        let mut first = 0;
+        for ((length, n_shared), leader) in lengths.iter().zip(&n_shared).zip(leaders) {
+            for (x, len) in [(&mut whole.q, q), (&mut whole.k, kv), (&mut whole.v, kv)] {
+                x.copy_within(leader * len..(leader + n_shared) * len, first * len);
+            }
+            first += length;
+        }
+        Self { whole, n_shared }
+    }
+
+    fn sequences(&self) -> Vec<PackedSequence> {
+        let each = self.whole.lengths.iter().zip(&self.n_shared);
+        each.map(|(length, &n_shared)| PackedSequence { n_shared, n_own: length - n_shared }).collect()
+    }
+
+    /// The rows of `x`, of `len` elements a token, that are not shared.
+    fn own(&self, x: &[f32], len: usize) -> Vec<f32> {
+        let (mut own, mut rest) = (Vec::new(), x);
+        for (length, n_shared) in self.whole.lengths.iter().zip(&self.n_shared) {
+            let (sequence, others) = rest.split_at(length * len);
+            own.extend_from_slice(&sequence[n_shared * len..]);
+            rest = others;
+        }
+        own
+    }
+
+    fn operands(&self) -> [Vec<f32>; 3] {
+        let Inputs { heads, q, k, v, .. } = &self.whole;
+        [(q, heads.query_len()), (k, heads.kv_len()), (v, heads.kv_len())].map(|(x, len)| self.own(x, len))
+    }
+}
+
+fn shared_strategy() -> impl Strategy<Value = Shared> {
+    let sizes = proptest::collection::vec((0_usize..50, 0_usize..40), 1..5);
+    (heads_strategy(), sizes).prop_map(|(heads, sizes)| Shared::new(heads, &sizes))
+}
+
+proptest! {
+    #[test]
+    fn what_is_shared_does_not_show_in_any_bit(unit in shared_strategy()) {
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            let [q, k, v] = unit.operands();
+            let mut out = vec![f32::NAN; q.len()];
+            PackedAttention::new(unit.whole.heads, dtype).forward(&q, (&k, &v), &unit.sequences(), &mut out);
+            let want = unit.own(&unit.whole.packed_in(dtype), unit.whole.heads.query_len());
+            prop_assert_eq!(bits(&out), bits(&want));
+        }
+    }
+
+    #[test]
+    fn gradients_of_what_is_shared_are_those_of_all_who_share_it(unit in shared_strategy()) {
+        let heads = unit.whole.heads;
+        let [q_len, kv_len] = [heads.query_len(), heads.kv_len()];
+        // Shared rows of the others are pulled at by nobody, as they have none of their own.
+        let mut pull = pull(&unit.whole);
+        let mut first = 0;
+        for (length, n_shared) in unit.whole.lengths.iter().zip(&unit.n_shared) {
+            pull[first * q_len..][..n_shared * q_len].fill(0.0);
+            first += length;
+        }
+        let gradients = |operands: [&[f32]; 3], sequences: &[PackedSequence], pull: &[f32]| {
+            let mut out = operands.map(|x| vec![f32::NAN; x.len()]);
+            let grads = out.each_mut().map(Vec::as_mut_slice);
+            PackedAttention::new(heads, Dtype::F32).backward(operands, sequences, pull, grads);
+            out
+        };
+        let Inputs { q, k, v, lengths, .. } = &unit.whole;
+        let whole = gradients([q, k, v], &alone(lengths), &pull);
+        let own = unit.operands();
+        let got = gradients(own.each_ref().map(|x| &x[..]), &unit.sequences(), &unit.own(&pull, q_len));
+        prop_assert_eq!(bits(&got[0]), bits(&unit.own(&whole[0], q_len)), "queries");
+        for (got, whole) in got[1..].iter().zip(&whole[1..]) {
+            let mut want = unit.own(whole, kv_len);
+            let (mut first, mut first_own, mut leader) = (0, 0, 0);
+            for (length, &n_shared) in lengths.iter().zip(&unit.n_shared) {
+                leader = if n_shared == 0 { first_own } else { leader };
+                let rows = &whole[first * kv_len..][..n_shared * kv_len];
+                want[leader * kv_len..].iter_mut().zip(rows).for_each(|(want, x)| *want += x);
+                (first, first_own) = (first + length, first_own + length - n_shared);
+            }
+            for (got, want) in got.iter().zip(want) {
+                prop_assert!((got - want).abs() < 2e-5 * (1.0 + want.abs()), "{} {}", got, want);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_sequence_cannot_share_more_than_there_is() {
+    let heads = Heads { n_heads: 1, n_kv_heads: 1, head_dim: 2 };
+    let sequences = [PackedSequence::whole(1), PackedSequence { n_shared: 2, n_own: 1 }];
+    let forward = || {
+        let (q, mut out) = ([0.0; 4], [0.0; 4]);
+        PackedAttention::new(heads, Dtype::F32).forward(&q, (&q, &q), &sequences, &mut out);
+    };
+    let message = *catch_unwind(forward).unwrap_err().downcast::<String>().unwrap();
+    assert_eq!(message, "2 positions are shared of 1");
 }

@@ -166,7 +166,7 @@ impl Backward<'_> {
         let mut grads = qkv.map(|id| tape.fresh_grad(id));
         let values = qkv.map(|id| tape.nodes[id.0].rows.values());
         let out = grads.each_mut().map(Rows::values_mut);
-        tape.attention.backward(values, &self.attend.lengths, grad.values(), out);
+        tape.attention.backward(values, &self.attend.sequences, grad.values(), out);
         for (id, grad) in qkv.into_iter().zip(grads) {
             tape.set_grad(id, grad);
         }

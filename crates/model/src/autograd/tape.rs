@@ -272,7 +272,7 @@ impl Executor for Tape {
     ) -> Result<NodeId, ModelError> {
         let mut out = self.like(qkv[0], self.width(qkv[0]));
         let [q, k, v] = qkv.map(|id| self.nodes[id.0].rows.values());
-        self.attention.forward(q, (k, v), &attend.lengths, out.values_mut());
+        self.attention.forward(q, (k, v), &attend.sequences, out.values_mut());
         Ok(self.push(Op::Attend { qkv }, out))
     }
 

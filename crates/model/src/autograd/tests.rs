@@ -17,9 +17,11 @@ fn tokens<const N: usize>(ids: [u32; N]) -> [TokenId; N] {
 
 #[test]
 fn positions_start_anew_with_every_sequence() {
-    let packed = PackedSequences::new(&[3, 1, 2]);
-    assert_eq!(&*packed.positions, [0, 1, 2, 0, 0, 1]);
-    assert_eq!(&*packed.lengths, [3, 1, 2]);
+    let packed = |shared| {
+        PackedSequences::new(&Packed { tokens: &[], targets: &[], lengths: &[3, 1, 2], shared }).positions
+    };
+    assert_eq!(packed(&[]), [0, 1, 2, 0, 0, 1]);
+    assert_eq!(packed(&[0, 2, 1]), [0, 1, 2, 2, 1, 2], "or after what they share");
 }
 
 #[test]
@@ -35,7 +37,7 @@ fn packed_sequences_do_not_see_each_other() {
     let config = mixed_config();
     let mut policy = policy(&config);
     let mut logprobs = |inputs: &[TokenId], targets: &[TokenId], lengths: &[usize]| {
-        let batch = Packed { tokens: inputs, targets, lengths };
+        let batch = Packed { tokens: inputs, targets, lengths, shared: &[] };
         let output = policy.logprobs(&batch, &mut Routing::Free, 0.7).unwrap();
         assert_eq!(output.router_scores.len(), 1, "one MoE layer");
         (output.logprobs.to_vec1::<f32>().unwrap(), output.entropy.to_vec1::<f32>().unwrap())
@@ -65,7 +67,7 @@ fn a_handle_to_the_weights_sees_later_updates() {
 fn tokens_and_lengths_beyond_the_model_are_refused() {
     let mut policy = policy(&config_with(serde_json::json!({ "max_position_embeddings": 3 })));
     let mut refusal = |tokens: &[TokenId], lengths: &[usize]| {
-        let batch = Packed { tokens, targets: tokens, lengths };
+        let batch = Packed { tokens, targets: tokens, lengths, shared: &[] };
         policy.logits(&batch, &mut Routing::Free).unwrap_err().to_string()
     };
     let vocabulary = "token 10 at position 1 is outside the vocabulary of 10";
@@ -84,7 +86,7 @@ fn in_precision(config: &ModelConfig, dtype: Dtype, recompute: bool) -> Policy {
 /// Logprobs and the gradients of their sum, plus that of entropies and squared router scores.
 fn pass(policy: &mut Policy, routing: &mut Routing<'_>) -> (Vec<f32>, Vec<Vec<f32>>) {
     let tokens = tokens(TOKENS);
-    let batch = Packed { tokens: &tokens[..6], targets: &tokens[1..], lengths: &LENGTHS };
+    let batch = Packed { tokens: &tokens[..6], targets: &tokens[1..], lengths: &LENGTHS, shared: &[] };
     let output = policy.logprobs(&batch, routing, 0.7).unwrap();
     let scores = output.router_scores[0].sqr().unwrap().sum_all().unwrap();
     let loss = (output.logprobs.sum_all().unwrap() + output.entropy.sum_all().unwrap()).unwrap();
@@ -175,7 +177,7 @@ fn logprob_pass(
     routing: &mut Routing<'_>,
 ) -> (Vec<f32>, Vec<RanExperts>, Vec<Vec<f32>>) {
     let tokens = tokens(TOKENS);
-    let batch = Packed { tokens: &tokens[..6], targets: &tokens[1..], lengths: &LENGTHS };
+    let batch = Packed { tokens: &tokens[..6], targets: &tokens[1..], lengths: &LENGTHS, shared: &[] };
     let output = policy.logprobs(&batch, routing, 1.0).unwrap();
     let mut gradients = policy.zero_gradients();
     policy
@@ -216,7 +218,9 @@ fn a_pass_after_another_finds_nothing_of_it() {
         let mut policy = in_precision(&config, Dtype::Bf16, recompute);
         let first = pass(&mut policy, &mut Routing::Free);
         let long = tokens([3; 9]);
-        policy.logits(&Packed { tokens: &long, targets: &long, lengths: &[9] }, &mut Routing::Free).unwrap();
+        policy
+            .logits(&Packed { tokens: &long, targets: &long, lengths: &[9], shared: &[] }, &mut Routing::Free)
+            .unwrap();
         assert!(pass(&mut policy, &mut Routing::Free) == first);
     }
 }
@@ -264,7 +268,7 @@ fn gradients_in_bf16_are_near_those_in_f32() {
 fn a_gradient_is_of_the_newest_forward_and_of_its_weights() {
     let config = mixed_config();
     let tokens = tokens(TOKENS);
-    let batch = Packed { tokens: &tokens[..6], targets: &tokens[1..], lengths: &LENGTHS };
+    let batch = Packed { tokens: &tokens[..6], targets: &tokens[1..], lengths: &LENGTHS, shared: &[] };
     for spoil in [
         |policy: &mut Policy, batch: &Packed<'_>| drop(policy.logits(batch, &mut Routing::Free).unwrap()),
         |policy: &mut Policy, _: &Packed<'_>| policy.change(|_| ()),
@@ -291,7 +295,7 @@ fn gradients_in_passes(policy: &mut Policy, lengths: &[usize], passes: &[usize])
         (sequences, end) = (rest, t.end);
         let tokens: Vec<TokenId> = t.clone().map(token).collect();
         let targets: Vec<TokenId> = t.clone().map(|t| token(t + 1)).collect();
-        let batch = Packed { tokens: &tokens, targets: &targets, lengths };
+        let batch = Packed { tokens: &tokens, targets: &targets, lengths, shared: &[] };
         let output = policy.logprobs(&batch, &mut Routing::Free, 0.7).unwrap();
         let pulls: Vec<f32> = t.map(|t| (t as f32 * 1.7).sin()).collect();
         let loss = (&output.logprobs * Tensor::new(pulls, &Device::Cpu).unwrap()).unwrap().sum_all().unwrap();

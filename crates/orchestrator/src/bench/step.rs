@@ -78,6 +78,10 @@ pub struct StepBench {
     pub dtype: String,
     /// Format of the trainer's products.
     pub train_dtype: String,
+    /// Rows of one forward and backward.
+    pub micro_batch_tokens: usize,
+    /// Whether layers run again in the backward.
+    pub recompute: bool,
     /// Steps measured, behind the first.
     pub rounds: usize,
     /// Seconds of a whole step: the sum of the next three.
@@ -145,6 +149,8 @@ pub fn measure(subject: &Subject, setup: &StepSetup) -> Result<StepBench, RunErr
             new: setup.new,
             dtype: setup.dtype.to_string(),
             train_dtype: setup.train.dtype.to_string(),
+            micro_batch_tokens: setup.train.micro_batch_tokens,
+            recompute: setup.train.recompute,
             rounds: steps.len(),
             step_seconds: over(|step| step.rollout + step.train + step.refit),
             rollout_seconds: over(|step| step.rollout),
@@ -225,6 +231,7 @@ impl Parts {
         let limits = Limits {
             mini_steps: setup.train.mini_steps,
             micro_batch_tokens: setup.train.micro_batch_tokens,
+            share_prompts: setup.train.share_prompts,
             routes: RoutesUse::Replay,
         };
         let batch = Batch::pack(&groups, &self.objective, limits)?;

@@ -47,6 +47,10 @@ pub struct TrainBench {
     pub length: usize,
     /// Format of the products.
     pub dtype: String,
+    /// Rows of one forward and backward.
+    pub micro_batch_tokens: usize,
+    /// Whether layers run again in the backward.
+    pub recompute: bool,
     /// Steps measured.
     pub rounds: usize,
     /// Tokens fed a second, over whole optimiser steps.
@@ -100,6 +104,7 @@ pub fn measure(subject: &Subject, setup: &TrainSetup) -> Result<TrainBench, RunE
             let limits = Limits {
                 mini_steps: 1,
                 micro_batch_tokens: setup.train.micro_batch_tokens,
+                share_prompts: setup.train.share_prompts,
                 routes: RoutesUse::Replay,
             };
             let batch = Batch::pack(&groups, &objective, limits)?;
@@ -147,6 +152,8 @@ fn summary(setup: &TrainSetup, timed: &[StepSeconds]) -> TrainBench {
         sequences: setup.sequences,
         length: setup.length,
         dtype: setup.train.dtype.to_string(),
+        micro_batch_tokens: setup.train.micro_batch_tokens,
+        recompute: setup.train.recompute,
         rounds: timed.len(),
         tokens_per_second: over(&|step| n_tokens / step.all()),
         forward_seconds: over(&|step| step.forward),
@@ -172,8 +179,12 @@ fn roll_out(policy: &mut Policy, setup: &TrainSetup) -> Result<Vec<Rollout>, Run
     for sequence in 0..setup.sequences {
         let tokens = prompt(sequence, setup.length + 1, vocab_size);
         record.start(setup.length);
-        let packed =
-            Packed { tokens: &tokens[..setup.length], targets: &tokens[1..], lengths: &[setup.length] };
+        let packed = Packed {
+            tokens: &tokens[..setup.length],
+            targets: &tokens[1..],
+            lengths: &[setup.length],
+            shared: &[],
+        };
         let output = policy.logprobs(&packed, &mut Routing::Record(&mut record), 1.0)?;
         let mut routes = RouteRows::with_capacity(dims, setup.length);
         routes.append(record.rows());

@@ -121,6 +121,8 @@ fn a_steps_bits_do_not_depend_on_splits_order_or_recompute() {
             let limits = Limits {
                 mini_steps: 1 + draw.below(2),
                 micro_batch_tokens: 10_000,
+                // A prompt that is computed twice is a sum of its own in each part.
+                share_prompts: false,
                 routes: RoutesUse::Replay,
             };
             let precision = Precision { dtype, recompute: false };

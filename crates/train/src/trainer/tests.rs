@@ -8,7 +8,7 @@ use crate::loss::correction::{Band, Correction, Weight};
 use crate::loss::kl::KlEstimator;
 
 pub(super) const WHOLE: Limits =
-    Limits { mini_steps: 1, micro_batch_tokens: 1000, routes: RoutesUse::Replay };
+    Limits { mini_steps: 1, micro_batch_tokens: 1000, share_prompts: true, routes: RoutesUse::Replay };
 
 pub(super) fn objectives() -> [Objective; 2] {
     [dapo(), grpo()]

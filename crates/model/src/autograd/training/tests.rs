@@ -50,7 +50,7 @@ fn pass(
 ) -> f64 {
     let n_tokens: usize = lengths.iter().sum();
     let tokens = &TOKENS[first..first + n_tokens];
-    let batch = Packed { tokens, targets: &TOKENS[first + 1..][..n_tokens], lengths };
+    let batch = Packed { tokens, targets: &TOKENS[first + 1..][..n_tokens], lengths, shared: &[] };
     let top_k = ids.len() / 6;
     let ids = &ids[first * top_k..(first + n_tokens) * top_k];
     let output = policy.logprobs(&batch, &mut Routing::Replay { ids, native: None }, 0.7).unwrap();
@@ -70,7 +70,7 @@ fn gradients(policy: &mut Policy, ids: &[u16]) -> Vec<Vec<f32>> {
 fn replayed(config: &ModelConfig) -> Vec<u16> {
     let mut record = RouteRecord::new(1, config.router());
     record.start(6);
-    let batch = Packed { tokens: &TOKENS[..6], targets: &TOKENS[1..], lengths: &[4, 2] };
+    let batch = Packed { tokens: &TOKENS[..6], targets: &TOKENS[1..], lengths: &[4, 2], shared: &[] };
     let mut policy = policy(config, false, |_| Training::Frozen);
     policy.logits(&batch, &mut Routing::Record(&mut record)).unwrap();
     record.layer(0).iter().map(|id| (id + 1) % config.n_experts as u16).collect()
@@ -188,7 +188,7 @@ fn the_forward_takes_the_merged_weights_to_the_bit() {
     gradients(&mut adapted, &ids); // Packs copies of the base.
     let mut adapted = with_updates(adapted);
     let mut merged = Policy::load(&adapted.shared_weights(), &config).unwrap();
-    let batch = Packed { tokens: &TOKENS[..6], targets: &TOKENS[1..], lengths: &[4, 2] };
+    let batch = Packed { tokens: &TOKENS[..6], targets: &TOKENS[1..], lengths: &[4, 2], shared: &[] };
     let logits = |policy: &mut Policy| {
         let mut routing = Routing::Replay { ids: &ids, native: None };
         policy.logits(&batch, &mut routing).unwrap().to_vec2::<f32>().unwrap()

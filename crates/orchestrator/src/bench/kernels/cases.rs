@@ -3,7 +3,7 @@
 use std::hint::black_box;
 
 use r3_kernels::adamw::{AdamwStep, adamw};
-use r3_kernels::attention::packed::PackedAttention;
+use r3_kernels::attention::packed::{PackedAttention, PackedSequence};
 use r3_kernels::attention::{Heads, KvCache, PagedSequence, paged_attention};
 use r3_kernels::experts::{self, ExpertDims, ExpertScratch, Experts, Routed};
 use r3_kernels::gemm::{Dtype, PackedMatrix, matmul};
@@ -183,12 +183,12 @@ fn packed() -> Vec<Case> {
     let case = |(sequences, length): (usize, usize)| {
         let t = sequences * length;
         let (q, kv) = (noise(t * n_heads * head_dim), noise(t * n_kv_heads * head_dim));
-        let (mut out, lengths) = (vec![0.0; q.len()], vec![length; sequences]);
+        let (mut out, packed) = (vec![0.0; q.len()], vec![PackedSequence::whole(length); sequences]);
         let pairs = sequences * length * (length + 1) / 2;
         let costs = (4 * pairs * n_heads * head_dim, (q.len() + 2 * kv.len()) * F32);
         let mut attention = PackedAttention::new(HEADS, Dtype::F32);
         Case::new(format!("{sequences} sequences of {length}"), Dtype::F32, costs, move || {
-            attention.forward(black_box(&q), (&kv, &kv), &lengths, black_box(&mut out));
+            attention.forward(black_box(&q), (&kv, &kv), &packed, black_box(&mut out));
         })
     };
     [(8, 256), (32, 64)].map(case).into()
