@@ -1,12 +1,14 @@
 //! The trainer's side of the model: the policy, its logprobs and their gradients.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor, Var};
 use r3_core::ids::TokenId;
 use r3_kernels::attention::packed::PackedSequence;
-use r3_kernels::gemm::Dtype;
+use r3_kernels::experts::Experts;
+use r3_kernels::gemm::{Dtype, PackedMatrix};
 use r3_kernels::lm_head::gradient::HeadGradient;
 use r3_kernels::lm_head::kept::Kept;
 use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
@@ -30,6 +32,7 @@ use gradients::Gradients;
 use params::ParamId;
 use tape::{FixedTensor, NodeId, Tape};
 use training::Training;
+use values::values;
 
 /// Sequences packed one after the other, each starting after the positions it shares.
 #[derive(Debug)]
@@ -395,25 +398,42 @@ impl TensorSource for Policy {
     }
 }
 
-/// The policy's weights, to be read on another thread while the trainer waits. It shares their memory, so a later
-/// optimiser step shows through.
-#[derive(Clone, Debug)]
+/// The policy's weights, to be loaded on another thread while the trainer waits. What is read shares the trainer's memory, so
+/// a later optimiser step shows through; what products take is of the weights when the handle was made, and an engine of
+/// the same dtype computes with it rather than with a copy.
+#[derive(Clone, Debug, Default)]
 pub struct SharedWeights {
     weights: Vec<(String, Var)>,
     fixed: Vec<FixedTensor>,
+    matrices: HashMap<String, Arc<PackedMatrix>>,
+    /// By the name of their down projections.
+    experts: HashMap<String, Arc<Experts>>,
 }
 
 impl Policy {
-    /// A handle to the weights.
-    #[must_use]
-    pub fn shared_weights(&self) -> SharedWeights {
-        SharedWeights { weights: self.weights().to_vec(), fixed: self.tape.fixed.clone() }
+    /// A handle to the weights, of which what products take is packed by now. The memory of activations is given back: while
+    /// an engine loads them, two packed copies are held.
+    ///
+    /// # Errors
+    /// If candle fails.
+    pub fn shared_weights(&mut self) -> Result<SharedWeights, ModelError> {
+        self.last = None;
+        self.tape.release_buffers();
+        Ok(SharedWeights { fixed: self.tape.fixed.clone(), ..self.tape.params.share()? })
     }
 }
 
 impl TensorSource for SharedWeights {
     fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
         read_weight((&self.weights, &self.fixed), name, out)
+    }
+
+    fn packed_matrix(&self, name: &str) -> Option<Arc<PackedMatrix>> {
+        self.matrices.get(name).cloned()
+    }
+
+    fn packed_experts(&self, down: &str) -> Option<Arc<Experts>> {
+        self.experts.get(down).cloned()
     }
 }
 
@@ -429,7 +449,8 @@ fn read_weight(
     }
     let found = weights.iter().find(|(known, _)| known == name);
     let (_, var) = found.ok_or_else(|| ModelError::NoSuchTensor { name: name.to_owned() })?;
-    *out = var.flatten_all()?.to_vec1::<f32>()?;
+    out.clear();
+    out.extend_from_slice(&values(var)?);
     Ok(())
 }
 

@@ -1,5 +1,7 @@
 //! The engine's executor: packed weights, reused buffers, a paged KV cache, no candle.
 
+use std::sync::Arc;
+
 use r3_core::ids::TokenId;
 use r3_kernels::attention::split::split_attention;
 use r3_kernels::attention::{Heads, KvCache, PagedSequence, paged_attention};
@@ -19,11 +21,19 @@ use crate::executor::{BuildWeights, Constants, Executor, Layer, Mlp, Named, Weig
 use crate::rows::{Pool, Rows};
 use crate::source::{TensorSource, stays_f32};
 
-/// A packed projection and its bias.
+/// A packed projection, which the trainer may share, and its bias.
 #[derive(Debug)]
 pub struct Projection {
-    matrix: PackedMatrix,
+    matrix: Arc<PackedMatrix>,
     bias: Option<Vec<f32>>,
+}
+
+#[cfg(test)]
+impl Projection {
+    /// Whether it computes with `matrix` itself.
+    pub(crate) fn shares(&self, matrix: &Arc<PackedMatrix>) -> bool {
+        Arc::ptr_eq(&self.matrix, matrix)
+    }
 }
 
 /// One layer's choice and gates, made by the router.
@@ -114,7 +124,7 @@ impl Executor for Buffers {
     type Matrix = Projection;
     type Vector = Vec<f32>;
     type Bias = Vec<f32>;
-    type Experts = Experts;
+    type Experts = Arc<Experts>;
     type Routed = RoutedRows;
     type Attend<'a> = Paged<'a>;
 
@@ -139,7 +149,7 @@ impl Executor for Buffers {
 
     fn qkv(&mut self, x: &Rows, projections: [&Projection; 3]) -> Result<[Rows; 3], ModelError> {
         let mut out = projections.map(|projection| self.take(x.rows(), projection.matrix.n()));
-        let weights = projections.map(|projection| (&projection.matrix, projection.bias.as_deref()));
+        let weights = projections.map(|projection| (&*projection.matrix, projection.bias.as_deref()));
         matmul_all(x.values(), weights, out.each_mut().map(Rows::values_mut));
         Ok(out)
     }
@@ -186,7 +196,7 @@ impl Executor for Buffers {
         Ok(routed)
     }
 
-    fn experts(&mut self, x: &Rows, routed: RoutedRows, experts: &Experts) -> Result<Rows, ModelError> {
+    fn experts(&mut self, x: &Rows, routed: RoutedRows, experts: &Arc<Experts>) -> Result<Rows, ModelError> {
         let mut out = self.take(x.rows(), x.width());
         let view = Routed { choice: &routed.choice, gates: &routed.gates };
         run_experts(x.values(), view, experts, &mut self.scratch, out.values_mut());
@@ -223,7 +233,9 @@ impl Executor for Buffers {
 impl BuildWeights for Buffers {
     fn matrix(&mut self, weight: Named<'_>, bias: Option<Named<'_>>) -> Result<Projection, ModelError> {
         let dtype = if stays_f32(weight.name) { Dtype::F32 } else { self.dtype };
-        let matrix = PackedMatrix::pack(weight.values, weight.shape[0], weight.shape[1], dtype);
+        let shared = weight.source.packed_matrix(weight.name).filter(|matrix| matrix.dtype() == dtype);
+        let pack = || PackedMatrix::pack(weight.values, weight.shape[0], weight.shape[1], dtype).into();
+        let matrix = shared.unwrap_or_else(pack);
         Ok(Projection { matrix, bias: bias.map(|bias| bias.values.to_vec()) })
     }
 
@@ -235,10 +247,12 @@ impl BuildWeights for Buffers {
         Ok(bias.values.to_vec())
     }
 
-    fn expert_weights(&mut self, gate_up: Named<'_>, down: Named<'_>) -> Result<Experts, ModelError> {
+    fn expert_weights(&mut self, gate_up: Named<'_>, down: Named<'_>) -> Result<Arc<Experts>, ModelError> {
         let [n_experts, width, inter] = [down.shape[0], down.shape[1], down.shape[2]];
         let dims = ExpertDims { n_experts, width, inter };
-        Ok(Experts::pack(gate_up.values, down.values, dims, self.dtype))
+        let shared = down.source.packed_experts(down.name);
+        let shared = shared.filter(|experts| experts.down(0).dtype() == self.dtype);
+        Ok(shared.unwrap_or_else(|| Experts::pack(gate_up.values, down.values, dims, self.dtype).into()))
     }
 }
 

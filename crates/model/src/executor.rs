@@ -115,7 +115,7 @@ pub trait BuildWeights: Executor {
 }
 
 /// A tensor on its way into an executor.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub struct Named<'a> {
     /// Canonical name.
     pub name: &'a str,
@@ -123,6 +123,8 @@ pub struct Named<'a> {
     pub shape: &'a [usize],
     /// Its values, row-major.
     pub values: &'a [f32],
+    /// Where they were read, which may hold them packed as well.
+    pub source: &'a dyn TensorSource,
 }
 
 /// All weights of one model, held the way executor `E` wants them.
@@ -241,10 +243,10 @@ impl<E: BuildWeights> Reader<'_, E> {
         let (gate_up, down) =
             (format!("{prefix}.experts.gate_up_proj"), format!("{prefix}.experts.down_proj"));
         let (gate_up_values, down_values) = (self.read(&gate_up)?, self.read(&down)?);
-        let (e, inter) = (config.n_experts, config.moe_inter);
+        let (e, inter, source) = (config.n_experts, config.moe_inter, self.source);
         let experts = self.exec.expert_weights(
-            Named { name: &gate_up, shape: &[e, 2 * inter, d], values: &gate_up_values },
-            Named { name: &down, shape: &[e, d, inter], values: &down_values },
+            Named { name: &gate_up, shape: &[e, 2 * inter, d], values: &gate_up_values, source },
+            Named { name: &down, shape: &[e, d, inter], values: &down_values, source },
         )?;
         let shared = match config.shared_inter {
             0 => None,
@@ -263,7 +265,7 @@ impl<E: BuildWeights> Reader<'_, E> {
 
     fn bias(&mut self, name: &str) -> Result<E::Bias, ModelError> {
         let values = self.read(name)?;
-        self.exec.bias(Named { name, shape: &[self.config.n_experts], values: &values })
+        self.exec.bias(Named { name, shape: &[self.config.n_experts], values: &values, source: self.source })
     }
 
     fn read(&self, name: &str) -> Result<Vec<f32>, ModelError> {
@@ -276,17 +278,18 @@ impl<E: BuildWeights> Reader<'_, E> {
     fn matrix(&mut self, prefix: &str, shape: [usize; 2], has_bias: bool) -> Result<E::Matrix, ModelError> {
         let (weight_name, bias_name) = (format!("{prefix}.weight"), format!("{prefix}.bias"));
         let weight = self.read(&weight_name)?;
-        let weight = Named { name: &weight_name, shape: &shape, values: &weight };
+        let source = self.source;
+        let weight = Named { name: &weight_name, shape: &shape, values: &weight, source };
         if !has_bias {
             return self.exec.matrix(weight, None);
         }
         let bias = self.read(&bias_name)?;
-        self.exec.matrix(weight, Some(Named { name: &bias_name, shape: &shape[..1], values: &bias }))
+        self.exec.matrix(weight, Some(Named { name: &bias_name, shape: &shape[..1], values: &bias, source }))
     }
 
     fn vector(&mut self, name: &str, len: usize) -> Result<E::Vector, ModelError> {
         let values = self.read(name)?;
-        self.exec.vector(Named { name, shape: &[len], values: &values })
+        self.exec.vector(Named { name, shape: &[len], values: &values, source: self.source })
     }
 }
 

@@ -1,6 +1,9 @@
 //! Weights as named f32 tensors: the one language of disk, trainer and engine.
 
-use r3_kernels::gemm::Dtype;
+use std::sync::Arc;
+
+use r3_kernels::experts::Experts;
+use r3_kernels::gemm::{Dtype, PackedMatrix};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::config::ModelConfig;
@@ -13,6 +16,17 @@ pub trait TensorSource {
     /// # Errors
     /// If the tensor does not exist or cannot be read.
     fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError>;
+
+    /// Matrix `name` as products take it, where the source holds it so: whoever loads it may share it rather than pack
+    /// what it read.
+    fn packed_matrix(&self, _name: &str) -> Option<Arc<PackedMatrix>> {
+        None
+    }
+
+    /// The experts whose down projections are tensor `down`, likewise.
+    fn packed_experts(&self, _down: &str) -> Option<Arc<Experts>> {
+        None
+    }
 }
 
 /// Every tensor of a model with its shape, in a fixed order.

@@ -331,8 +331,8 @@ mod tests {
     fn every_tensor_of_a_refit_is_a_beat() {
         let (parts, _ring) = worker_parts(Arc::new(ExactMatch), Duration::from_secs(60));
         let mut worker = WorkerHandle::spawn(parts).unwrap();
-        let policy = Policy::load(&FreshWeights::new(&model(), 2), &model()).unwrap();
-        let refitted = worker.refit(policy.shared_weights(), PolicyVersion(1)).unwrap();
+        let mut policy = Policy::load(&FreshWeights::new(&model(), 2), &model()).unwrap();
+        let refitted = worker.refit(policy.shared_weights().unwrap(), PolicyVersion(1)).unwrap();
         assert_eq!(
             (refitted.report.version, refitted.n_groups, refitted.n_rollouts),
             (PolicyVersion(1), 0, 0)

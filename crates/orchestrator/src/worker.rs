@@ -13,6 +13,8 @@ use r3_core::rollout::{FinishReason, Reward as Outcome};
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::resume::Continuation;
 use r3_engine::sampler::Sampling;
+use r3_kernels::experts::Experts;
+use r3_kernels::gemm::PackedMatrix;
 use r3_model::error::ModelError;
 use r3_model::source::{TensorSource, model_hash};
 use r3_recipe::rollout::InFlight;
@@ -357,6 +359,14 @@ impl TensorSource for Beating<'_> {
         self.source.read(name, out)?;
         self.pulse.beat();
         Ok(())
+    }
+
+    fn packed_matrix(&self, name: &str) -> Option<Arc<PackedMatrix>> {
+        self.source.packed_matrix(name)
+    }
+
+    fn packed_experts(&self, down: &str) -> Option<Arc<Experts>> {
+        self.source.packed_experts(down)
     }
 }
 

@@ -169,7 +169,8 @@ mod tests {
         let rollouts = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)].map(|(group, index)| {
             rollout(group, index, (4, 2 + index as usize)) // Inputs: 5, 6, 7, 5, 6.
         });
-        assert_eq!(cut(&rollouts, 100, RoutesUse::Replay), (vec![0..5], vec![0, 3, 3, 0, 3]));
+        let (ranges, n_shared) = cut(&rollouts, 100, RoutesUse::Replay);
+        assert_eq!((ranges.len(), &ranges[0], &n_shared[..]), (1, &(0..5), &[0, 3, 3, 0, 3][..]));
         let alone = [0, 1].map(|index| rollout(0, index, (1, 2)));
         assert_eq!(cut(&alone, 100, RoutesUse::Replay).1, [0, 0], "of one token nothing is left");
     }

@@ -6,7 +6,7 @@ use std::path::Path;
 use candle_core::{DType, Tensor};
 use r3_core::ids::PolicyVersion;
 use r3_kernels::route_record::RouteRecord;
-use r3_model::autograd::{Policy, PolicyOutput, Scored};
+use r3_model::autograd::{Policy, PolicyOutput, Scored, SharedWeights};
 use r3_recipe::objective::{KlPlace, OldLogprobs};
 
 use crate::batch::{Batch, MiniStep, RoutesUse};
@@ -237,6 +237,14 @@ impl Trainer {
     #[must_use]
     pub fn policy(&self) -> &Policy {
         &self.learner.policy
+    }
+
+    /// The weights, for an engine to load before the next step.
+    ///
+    /// # Errors
+    /// If candle fails.
+    pub fn weights(&mut self) -> Result<SharedWeights, TrainError> {
+        Ok(self.learner.policy.shared_weights()?)
     }
 
     /// Optimiser steps inside the weights.

@@ -1,11 +1,13 @@
 //! The weights, what of them is trained, and packed copies of them that live as long as a version of the weights.
 
 use std::ops::Deref;
+use std::sync::Arc;
 
 use candle_core::{Device, Tensor, Var};
 use r3_kernels::experts::{ExpertDims, Experts};
 use r3_kernels::gemm::{Dtype, PackedMatrix};
 
+use super::SharedWeights;
 use super::training::{Learning, Training};
 use super::values::values;
 use crate::error::ModelError;
@@ -35,10 +37,10 @@ pub(super) struct Params {
     experts: Vec<LayerExperts>,
 }
 
-/// A packed copy and the version of the weights it is of.
+/// A packed copy, which an engine may share, and the version of the weights it is of.
 #[derive(Debug)]
 struct Packed<P> {
-    copy: Option<P>,
+    copy: Option<Arc<P>>,
     version: u64,
 }
 
@@ -49,13 +51,17 @@ impl<P> Default for Packed<P> {
 }
 
 impl<P> Packed<P> {
-    /// The copy of `version`: packed if there is none, else repacked into the same memory if it is of another version.
-    fn get(&mut self, version: u64, pack: impl FnOnce() -> P, repack: impl FnOnce(&mut P)) -> &P {
-        if let Some(copy) = self.copy.as_mut().filter(|_| self.version != version) {
-            repack(copy);
+    /// The copy of `version`: one of another version is repacked into the same memory, unless it is shared. Then who
+    /// computes with it keeps it, and there is a new one.
+    fn get(&mut self, version: u64, pack: impl FnOnce() -> P, repack: impl FnOnce(&mut P)) -> &Arc<P> {
+        if self.version != version {
+            match self.copy.as_mut().map(Arc::get_mut) {
+                Some(Some(own)) => repack(own),
+                Some(None) | None => self.copy = None,
+            }
         }
         self.version = version;
-        self.copy.get_or_insert_with(pack)
+        self.copy.get_or_insert_with(|| Arc::new(pack()))
     }
 }
 
@@ -159,7 +165,7 @@ impl Params {
     }
 
     /// The matrix as products take it.
-    pub(super) fn matrix(&mut self, id: ParamId) -> Result<&PackedMatrix, ModelError> {
+    pub(super) fn matrix(&mut self, id: ParamId) -> Result<&Arc<PackedMatrix>, ModelError> {
         Ok(self.both(id)?.1)
     }
 
@@ -167,7 +173,7 @@ impl Params {
     pub(super) fn both(
         &mut self,
         id: ParamId,
-    ) -> Result<(impl Deref<Target = [f32]>, &PackedMatrix), ModelError> {
+    ) -> Result<(impl Deref<Target = [f32]>, &Arc<PackedMatrix>), ModelError> {
         let ((n, k), dtype) = (self.shape(id)?, self.dtype(id));
         let w = values(self.weights[id.0].1.as_tensor())?;
         let pack = || PackedMatrix::pack(&w, n, k, dtype);
@@ -176,7 +182,7 @@ impl Params {
     }
 
     /// The experts as products take them.
-    pub(super) fn experts(&mut self, id: ExpertsId) -> Result<&Experts, ModelError> {
+    pub(super) fn experts(&mut self, id: ExpertsId) -> Result<&Arc<Experts>, ModelError> {
         let (dims, version, dtype) = (self.expert_dims(id)?, self.version, self.dtype);
         let LayerExperts { gate_up, down, packed } = &mut self.experts[id.0];
         let [gate_up, down] = [*gate_up, *down].map(|id| values(self.weights[id.0].1.as_tensor()));
@@ -186,6 +192,22 @@ impl Params {
             experts.repack_down(&down);
         };
         Ok(packed.get(version, || Experts::pack(&gate_up, &down, dims, dtype), repack))
+    }
+
+    /// Handles to everything as it is and as products take it.
+    pub(super) fn share(&mut self) -> Result<SharedWeights, ModelError> {
+        let mut shared = SharedWeights { weights: self.weights.clone(), ..SharedWeights::default() };
+        for id in 0..self.weights.len() {
+            if self.weights[id].1.rank() == 2 {
+                let matrix = self.matrix(ParamId(id))?.clone();
+                shared.matrices.insert(self.weights[id].0.clone(), matrix);
+            }
+        }
+        for id in 0..self.experts.len() {
+            let down = self.weights[self.experts[id].down.0].0.clone();
+            shared.experts.insert(down, self.experts(ExpertsId(id))?.clone());
+        }
+        Ok(shared)
     }
 
     /// Gate-up and down weights.

@@ -171,6 +171,13 @@ impl Tape {
         (self.layer_start, self.n_layers) = (2, 0);
     }
 
+    /// Gives back the memory that passes work on.
+    pub(super) fn release_buffers(&mut self) {
+        self.clear();
+        self.pool = Pool::default();
+        self.traces.clear();
+    }
+
     /// Forgets what layer `index` made but for the residual stream it ends with and its norm.
     fn keep_ends(&mut self, index: usize) -> [NodeId; 2] {
         let norm = self.nodes.pop().expect("a layer ends with a norm");

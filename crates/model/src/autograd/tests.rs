@@ -1,11 +1,14 @@
 //! Tests of the policy: what it computes, and how gradients run back.
 
+use r3_kernels::numerics::Numerics;
 use r3_kernels::route_record::RouteRecord;
 
 use super::*;
+use crate::buffers::{Buffers, Projection};
+use crate::executor::{Layer, Mlp};
 use crate::fixtures::{config_with, grouped_config, mixed_config};
 use crate::init::FreshWeights;
-use crate::source::{SELECTION_BIAS, canonical_tensors};
+use crate::source::{SELECTION_BIAS, canonical_tensors, hash_tensors};
 
 fn policy(config: &ModelConfig) -> Policy {
     Policy::load(&FreshWeights::new(config, 3), config).unwrap()
@@ -51,8 +54,8 @@ fn packed_sequences_do_not_see_each_other() {
 #[test]
 fn a_handle_to_the_weights_sees_later_updates() {
     let config = mixed_config();
-    let policy = policy(&config);
-    let shared = policy.shared_weights();
+    let mut policy = policy(&config);
+    let shared = policy.shared_weights().unwrap();
     let (_, norm) = policy.vars().iter().find(|(name, _)| name == "model.norm.weight").unwrap();
     norm.set(&Tensor::full(2.0f32, 8, &Device::Cpu).unwrap()).unwrap();
     let mut values = Vec::new();
@@ -138,7 +141,8 @@ fn a_selection_bias_is_read_back_and_not_trained_and_moves_the_choice_alone() {
     let name = format!("model.layers.1.mlp.{SELECTION_BIAS}");
     let [(_, without, _), (biased, with, ran)] = &mut of;
     assert!(!biased.vars().iter().any(|(known, _)| *known == name));
-    for source in [&*biased as &dyn TensorSource, &biased.shared_weights()] {
+    let shared = biased.shared_weights().unwrap();
+    for source in [&*biased as &dyn TensorSource, &shared] {
         let mut values = Vec::new();
         source.read(&name, &mut values).unwrap();
         assert_eq!(values, [0.0, 8.0, 4.0, -8.0, 2.0, 6.0]);
@@ -236,7 +240,7 @@ fn products_see_weights_that_have_changed() {
                 var.set(&(var.as_tensor() * 1.25).unwrap()).unwrap();
             }
         });
-        let mut fresh = Policy::load(&changed.shared_weights(), &config)
+        let mut fresh = Policy::load(&changed.shared_weights().unwrap(), &config)
             .unwrap()
             .with_precision(Precision { dtype, recompute: false });
         let after = pass(&mut changed, &mut Routing::Free);
@@ -326,5 +330,47 @@ fn sequences_in_any_number_of_passes_have_the_same_gradients_to_the_bit() {
         {
             assert!(run(passes, threads, recompute) == whole, "{passes:?} of {dtype}, tied: {tied}");
         }
+    }
+}
+
+#[test]
+fn an_engine_of_the_same_dtype_computes_with_the_trainers_matrices_until_they_change() {
+    let config = mixed_config();
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let mut policy = in_precision(&config, dtype, false);
+        let n_shared = |policy: &mut Policy, weights: &Weights<Buffers>| {
+            let shared = policy.shared_weights().unwrap();
+            let is_own =
+                |projection: &Projection| shared.matrices.values().any(|matrix| projection.shares(matrix));
+            let of_layer = |layer: &Layer<Buffers>| match &layer.mlp {
+                Mlp::Moe { experts, .. } => shared.experts.values().any(|own| Arc::ptr_eq(own, experts)),
+                Mlp::Dense(dense) => is_own(&dense.gate_up),
+            };
+            weights
+                .layers
+                .iter()
+                .map(|layer| usize::from(is_own(&layer.q)) + usize::from(of_layer(layer)))
+                .sum()
+        };
+        let load = |policy: &mut Policy, dtype| {
+            let mut exec = Buffers::new(&config, dtype, Numerics::Exact);
+            Weights::load(&mut exec, &config, &policy.shared_weights().unwrap()).unwrap()
+        };
+        let weights = load(&mut policy, dtype);
+        let resident = |weights: &Weights<Buffers>| hash_tensors(&config, weights, dtype).unwrap();
+        let before = resident(&weights);
+        let all: usize = n_shared(&mut policy, &weights);
+        assert_eq!(all, 2 * config.n_layers, "{dtype}");
+        policy.change(|vars| {
+            for (_, var) in vars {
+                var.set(&(var.as_tensor() * 1.25).unwrap()).unwrap();
+            }
+        });
+        pass(&mut policy, &mut Routing::Free);
+        assert!(resident(&weights) == before, "what an engine computes with never changes");
+        assert_eq!(n_shared(&mut policy, &weights), 0_usize);
+        let other = if dtype == Dtype::F32 { Dtype::Bf16 } else { Dtype::F32 };
+        let weights = load(&mut policy, other);
+        assert_eq!(n_shared(&mut policy, &weights), 0_usize, "another dtype is packed anew");
     }
 }

@@ -192,8 +192,8 @@ impl Parts {
         let optimiser = OptimiserConfig::of_train(&setup.train, setup.rounds as u64 + 1);
         let policy = Policy::load(&*subject.source, &subject.config)?;
         let policy = policy.with_precision(setup::precision(&setup.train));
-        let trainer = Trainer::new(policy, objective.clone(), optimiser, 1.0);
-        let weights = trainer.policy().shared_weights();
+        let mut trainer = Trainer::new(policy, objective.clone(), optimiser, 1.0);
+        let weights = trainer.weights()?;
         let worker = WorkerHandle::spawn(WorkerParts {
             engine: Engine::new(config, &subject.config, &weights, trainer.version())?,
             writer,
@@ -243,7 +243,7 @@ impl Parts {
         let train = start.elapsed().as_secs_f64();
 
         let start = Instant::now();
-        self.worker.refit(self.trainer.policy().shared_weights(), self.trainer.version())?;
+        self.worker.refit(self.trainer.weights()?, self.trainer.version())?;
         Ok((StepSeconds { rollout, train, refit: start.elapsed().as_secs_f64() }, age))
     }
 }
