@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use r3_core::ids::TokenId;
 use r3_kernels::gemm::Dtype;
 use r3_model::autograd::{Policy, Precision};
 use r3_recipe::algorithm::Algorithm;
@@ -12,7 +13,7 @@ use serde::Deserialize;
 
 use super::{Learner, StepStats, Trainer};
 use crate::batch::{Batch, Limits, RoutesUse};
-use crate::fixtures::{OwnedRollout, policy_like, sampled_by, with_groups};
+use crate::fixtures::{OwnedRollout, policy_like, scored_by, with_groups};
 use crate::objective::Objective;
 use crate::optimiser::OptimiserConfig;
 
@@ -58,8 +59,8 @@ impl Draw {
     }
 }
 
-/// Ragged groups with masks, sampled by a policy that is near the trainer's.
-fn rollouts(policy: &mut Policy, draw: &mut Draw) -> Vec<OwnedRollout> {
+/// Ragged groups with masks, sampled by a policy that is near the trainer's; with `one_prompt` for each group or without.
+fn rollouts(policy: &mut Policy, draw: &mut Draw, one_prompt: bool) -> Vec<OwnedRollout> {
     let mut rollouts = Vec::new();
     for group in 0..2 + draw.below(3) as u64 {
         let n_prompt = 1 + draw.below(6);
@@ -69,7 +70,11 @@ fn rollouts(policy: &mut Policy, draw: &mut Draw) -> Vec<OwnedRollout> {
             let mut rollout = OwnedRollout::new(group, index, (n_prompt, n_sampled), reward);
             rollout.mask =
                 (draw.below(3) == 0).then(|| (0..n_sampled).map(|_| draw.below(2) as u8).collect());
-            let mut rollout = sampled_by(policy, rollout);
+            for (at, token) in (0..).zip(&mut rollout.tokens) {
+                let own = if one_prompt && at < n_prompt { 0 } else { index };
+                *token = TokenId((group as u32 * 4 + at as u32 * 7 + own * 5) % 13);
+            }
+            let mut rollout = scored_by(policy, rollout);
             let away = |_: &f32| draw.below(100) as f32 / 150.0 - 0.33;
             let aways: Vec<f32> = rollout.rollout_logprobs.iter().map(away).collect();
             rollout.rollout_logprobs.iter_mut().zip(aways).for_each(|(logprob, away)| *logprob += away);
@@ -111,25 +116,24 @@ impl Run {
     }
 }
 
-#[test]
-fn a_steps_bits_do_not_depend_on_splits_order_or_recompute() {
+/// Checks steps under every objective, in one micro-batch and in those of some of `budgets` rows.
+fn check_splits(share_prompts: bool, budgets: impl Fn(&mut Draw) -> [usize; 3]) {
     let (mut draw, mut n_taught) = (Draw(1), 0);
     for (name, objective) in objectives() {
         let tied = draw.below(2) == 0;
-        let rollouts = rollouts(&mut policy_like(1, tied), &mut draw);
+        let rollouts = rollouts(&mut policy_like(1, tied), &mut draw, share_prompts);
         for dtype in [Dtype::F32, Dtype::Bf16] {
             let limits = Limits {
                 mini_steps: 1 + draw.below(2),
                 micro_batch_tokens: 10_000,
-                // A prompt that is computed twice is a sum of its own in each part.
-                share_prompts: false,
+                share_prompts,
                 routes: RoutesUse::Replay,
             };
             let precision = Precision { dtype, recompute: false };
             let whole = Run { tied, precision, limits, threads: 1 };
             let expected = whole.step(&objective, &rollouts);
             n_taught += usize::from(expected.0.mini_steps > 0);
-            for micro_batch_tokens in [1, 5 + draw.below(20), 30 + draw.below(60)] {
+            for micro_batch_tokens in budgets(&mut draw) {
                 let run = Run {
                     precision: Precision { recompute: draw.below(2) == 0, ..precision },
                     limits: Limits { micro_batch_tokens, ..limits },
@@ -143,4 +147,15 @@ fn a_steps_bits_do_not_depend_on_splits_order_or_recompute() {
         }
     }
     assert!(n_taught > 150, "{n_taught} steps changed anything");
+}
+
+#[test]
+fn a_steps_bits_do_not_depend_on_splits_order_or_recompute() {
+    check_splits(false, |draw| [1, 5 + draw.below(20), 30 + draw.below(60)]);
+}
+
+#[test]
+fn nor_do_they_where_prompts_are_shared_and_stay_whole() {
+    // A prompt of 6 tokens and 5 completions of 12 tokens are 65 rows at most.
+    check_splits(true, |draw| [65, 66 + draw.below(20), 90 + draw.below(60)]);
 }
