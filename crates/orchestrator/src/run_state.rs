@@ -155,7 +155,7 @@ mod tests {
         for (pointer, then) in [
             ("/run/seed", json!(9)),
             ("/task/arithmetic/digits", json!(3)),
-            ("/train/muon", json!({})),
+            ("/train/muon", json!({ "momentum": 0.95, "nesterov": true, "iterations": 5 })),
             ("/train/freeze", json!(["*.mlp.gate.weight"])),
             ("/train/lora", json!({ "rank": 4, "alpha": 8.0, "targets": ["*_proj.weight"] })),
         ] {
