@@ -411,14 +411,14 @@ pub struct SharedWeights {
 }
 
 impl Policy {
-    /// A handle to the weights, of which what products take is packed by now. The memory of activations is given back: while
-    /// an engine loads them, two packed copies are held.
+    /// A handle to the weights, of which what products take is packed by now. While an engine loads them, it holds an older
+    /// packed copy, too; as much memory of activations is given back, so that a refit needs no more than a step did.
     ///
     /// # Errors
     /// If candle fails.
     pub fn shared_weights(&mut self) -> Result<SharedWeights, ModelError> {
         self.last = None;
-        self.tape.release_buffers();
+        self.tape.give_back(self.tape.params.packed_bytes());
         Ok(SharedWeights { fixed: self.tape.fixed.clone(), ..self.tape.params.share()? })
     }
 }

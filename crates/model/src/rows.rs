@@ -53,6 +53,16 @@ impl Pool {
     pub(crate) fn release(&mut self, rows: Rows) {
         self.free.push(rows.buffer);
     }
+
+    /// Frees the largest buffers until `bytes` are given back; returns how many are not.
+    pub(crate) fn give_back(&mut self, bytes: usize) -> usize {
+        self.free.sort_unstable_by_key(Vec::len);
+        let mut left = bytes;
+        while let Some(buffer) = self.free.pop_if(|_| left > 0) {
+            left = left.saturating_sub(size_of_val(&buffer[..]));
+        }
+        left
+    }
 }
 
 #[cfg(test)]
@@ -69,5 +79,15 @@ mod tests {
         let mut held: Vec<usize> = pool.free.iter().map(Vec::len).collect();
         held.sort_unstable();
         assert_eq!(held, [128, 128, 8000]);
+    }
+
+    #[test]
+    fn the_largest_buffers_are_given_back_first_and_no_more_than_are_asked_for() {
+        let mut pool = Pool::default();
+        let taken = [1000, 10, 500].map(|len| pool.take(1, len));
+        taken.into_iter().for_each(|rows| pool.release(rows));
+        assert_eq!(pool.give_back(0), 0);
+        assert_eq!((pool.give_back(4004), pool.free.len()), (0, 1));
+        assert_eq!((pool.give_back(50), pool.free.len()), (10, 0));
     }
 }

@@ -19,6 +19,12 @@ pub struct ExpertTrace {
 }
 
 impl ExpertTrace {
+    /// Memory held, but for that of the order of rows.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.hidden.capacity() * size_of::<f32>()
+    }
+
     /// [`super::forward`] with the same bits, keeping what [`Self::backward`] needs.
     ///
     /// # Panics

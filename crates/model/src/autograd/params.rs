@@ -194,6 +194,15 @@ impl Params {
         Ok(packed.get(version, || Experts::pack(&gate_up, &down, dims, dtype), repack))
     }
 
+    /// Memory that all weights take as products take them, about.
+    pub(super) fn packed_bytes(&self) -> usize {
+        let bytes = |id| match self.dtype(ParamId(id)) {
+            Dtype::F32 => 4,
+            Dtype::Bf16 => 2,
+        };
+        self.weights.iter().enumerate().map(|(id, (_, var))| var.elem_count() * bytes(id)).sum()
+    }
+
     /// Handles to everything as it is and as products take it.
     pub(super) fn share(&mut self) -> Result<SharedWeights, ModelError> {
         let mut shared = SharedWeights { weights: self.weights.clone(), ..SharedWeights::default() };

@@ -171,11 +171,13 @@ impl Tape {
         (self.layer_start, self.n_layers) = (2, 0);
     }
 
-    /// Gives back the memory that passes work on.
-    pub(super) fn release_buffers(&mut self) {
+    /// Gives back `bytes` of the memory that passes work on, or all there is.
+    pub(super) fn give_back(&mut self, bytes: usize) {
         self.clear();
-        self.pool = Pool::default();
-        self.traces.clear();
+        let mut left = self.pool.give_back(bytes);
+        while let Some(trace) = self.traces.pop_if(|_| left > 0) {
+            left = left.saturating_sub(trace.bytes());
+        }
     }
 
     /// Forgets what layer `index` made but for the residual stream it ends with and its norm.
