@@ -394,19 +394,46 @@ multiversion! {
     fn backward_rows(gated: &Gated<'_>, rows: Span, grad: &[f32], out: &mut [f32]) = backward_rows_body;
 }
 
+/// What the gradient of one token's scores is made of.
+struct GatedRow<'a> {
+    /// `[E]`.
+    scores: &'a [f32],
+    /// `[K]`.
+    gates: &'a [f32],
+    /// `[K]`.
+    ids: &'a [u16],
+    /// `[K]`.
+    grad: &'a [f32],
+    /// `[E]`.
+    out: &'a mut [f32],
+}
+
+impl Gated<'_> {
+    /// The tokens of `rows`; `grad` and `out` start with the first of them.
+    #[inline(always)]
+    fn rows<'a>(
+        &'a self,
+        rows: Span,
+        grad: &'a [f32],
+        out: &'a mut [f32],
+    ) -> impl Iterator<Item = GatedRow<'a>> {
+        let RouterConfig { n_experts, top_k, .. } = self.config;
+        let scores = self.scores[rows.first * n_experts..].chunks_exact(n_experts);
+        let gates = self.gates[rows.first * top_k..].chunks_exact(top_k);
+        let ids = self.choice.ids[rows.first * top_k..].chunks_exact(top_k);
+        let (grad, out) = (grad.chunks_exact(top_k), out.chunks_exact_mut(n_experts));
+        let rows = scores.zip(gates).zip(ids).zip(grad).zip(out).take(rows.n);
+        rows.map(|((((scores, gates), ids), grad), out)| GatedRow { scores, gates, ids, grad, out })
+    }
+}
+
 /// Softmax Jacobian: `d/ds_j` is `p_j (grad_j - sum_i grad_i p_i)`, the sum over the chosen `i`, times the scaling.
 ///
 /// Over all `E`, every score gets a gradient; over the chosen alone (`norm_topk_prob`), only the chosen do.
 #[inline(always)]
 fn backward_rows_body<I: Isa>(gated: &Gated<'_>, rows: Span, grad: &[f32], out: &mut [f32]) {
-    let RouterConfig { n_experts, top_k, norm_topk_prob, scaling, .. } = gated.config;
-    let scores = gated.scores[rows.first * n_experts..].chunks_exact(n_experts);
-    let gates = gated.gates[rows.first * top_k..].chunks_exact(top_k);
-    let ids = gated.choice.ids[rows.first * top_k..].chunks_exact(top_k);
-    let chosen = gates.zip(ids).zip(grad.chunks_exact(top_k));
-    for ((scores, out), ((gates, ids), grad)) in
-        scores.zip(out.chunks_exact_mut(n_experts)).zip(chosen).take(rows.n)
-    {
+    let RouterConfig { norm_topk_prob, scaling, .. } = gated.config;
+    for GatedRow { scores, gates, ids, grad, out } in gated.rows(rows, grad, out) {
         let mean: f32 = gates.iter().zip(grad).map(|(gate, grad)| gate * grad).sum();
         if norm_topk_prob {
             let mean = mean / scaling;

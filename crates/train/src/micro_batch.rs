@@ -311,6 +311,9 @@ mod tests {
         });
     }
 
+    const UNROUTED: Limits =
+        Limits { mini_steps: 1, micro_batch_tokens: 100, share_prompts: true, routes: RoutesUse::None };
+
     #[test]
     fn supports_lie_at_the_targets_they_are_of() {
         let mut rollouts =
@@ -320,13 +323,7 @@ mod tests {
         supports.push(&[103, 104, 105]);
         rollouts[1].support = Some(supports);
         with_groups(&rollouts, |groups| {
-            let limits = Limits {
-                mini_steps: 1,
-                micro_batch_tokens: 100,
-                share_prompts: true,
-                routes: RoutesUse::None,
-            };
-            let batch = Batch::pack(groups, &dapo(), limits).unwrap();
+            let batch = Batch::pack(groups, &dapo(), UNROUTED).unwrap();
             let mut micro = MicroBatch::default();
             micro.gather(&batch, 0..3);
             assert_eq!(micro.targets, [1, 2, 3, 101, 102, 103, 201, 202, 203].map(TokenId));
@@ -344,13 +341,7 @@ mod tests {
         let rollouts =
             [0.0, 1.0].map(|reward| OwnedRollout::new(0, reward as u32, (1, 1), reward).with_routes(dims));
         with_groups(&rollouts, |groups| {
-            let limits = Limits {
-                mini_steps: 1,
-                micro_batch_tokens: 100,
-                share_prompts: true,
-                routes: RoutesUse::None,
-            };
-            let batch = Batch::pack(groups, &dapo(), limits).unwrap();
+            let batch = Batch::pack(groups, &dapo(), UNROUTED).unwrap();
             let mut micro = MicroBatch::default();
             micro.gather(&batch, 0..2);
             assert_eq!(micro.routes.capacity(), 0, "off holds no route memory");

@@ -5,7 +5,7 @@
 use crate::exp::exp;
 use crate::isa::{Isa, multiversion};
 
-use super::{Gated, Router, RouterConfig, Scoring, Span, take_highest};
+use super::{Gated, GatedRow, Router, RouterConfig, Scoring, Span, take_highest};
 
 /// Experts of a layer at most.
 const MAX_EXPERTS: usize = 1024;
@@ -110,14 +110,8 @@ multiversion! {
 /// `(c grad_j - sum_i grad_i gate_i) / S`, or `c grad_j` without a sum; and `dw/ds` is `w (1 - w)`.
 #[inline(always)]
 fn backward_rows_body<I: Isa>(gated: &Gated<'_>, rows: Span, grad: &[f32], out: &mut [f32]) {
-    let RouterConfig { n_experts, top_k, norm_topk_prob, scaling, .. } = gated.config;
-    let scores = gated.scores[rows.first * n_experts..].chunks_exact(n_experts);
-    let gates = gated.gates[rows.first * top_k..].chunks_exact(top_k);
-    let ids = gated.choice.ids[rows.first * top_k..].chunks_exact(top_k);
-    let chosen = gates.zip(ids).zip(grad.chunks_exact(top_k));
-    for ((scores, out), ((gates, ids), grad)) in
-        scores.zip(out.chunks_exact_mut(n_experts)).zip(chosen).take(rows.n)
-    {
+    let RouterConfig { norm_topk_prob, scaling, .. } = gated.config;
+    for GatedRow { scores, gates, ids, grad, out } in gated.rows(rows, grad, out) {
         let (mut mean, mut sum) = (0.0, 1.0);
         if norm_topk_prob {
             mean = gates.iter().zip(grad).map(|(gate, grad)| gate * grad).sum();
