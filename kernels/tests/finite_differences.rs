@@ -95,6 +95,19 @@ fn layer() -> impl Strategy<Value = (usize, RouterConfig)> {
     )
 }
 
+/// The trainer's pass over experts of `[gate_up, down]`, for `x` and `gates`.
+fn run_experts(
+    (x, gates): (&[f32], &[f32]),
+    choice: &Choice,
+    [gate_up, down]: [&[f32]; 2],
+    dims: ExpertDims,
+) -> (ExpertTrace, Vec<f32>) {
+    let (mut trace, mut y) = (ExpertTrace::default(), vec![0.0; x.len()]);
+    let experts = Experts::pack(gate_up, down, dims, Dtype::F32);
+    trace.forward(x, Routed { choice, gates }, &experts, &mut y);
+    (trace, y)
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 40, failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -121,12 +134,7 @@ proptest! {
     ) {
         let (e, choice) = (config.n_experts, choice(n_tokens, config, seed));
         let dims = ExpertDims { n_experts: e, width, inter };
-        let run = |v: &[Vec<f32>]| {
-            let (mut trace, mut y) = (ExpertTrace::default(), vec![0.0; n_tokens * width]);
-            let experts = Experts::pack(&v[2], &v[3], dims, Dtype::F32);
-            trace.forward(&v[0], Routed { choice: &choice, gates: &v[1] }, &experts, &mut y);
-            (trace, y)
-        };
+        let run = |v: &[Vec<f32>]| run_experts((&v[0], &v[1]), &choice, [&v[2], &v[3]], dims);
         let backward = |v: &[Vec<f32>], grad: &[f32]| {
             let mut out: Vec<Vec<f32>> = v.iter().map(|input| vec![0.0; input.len()]).collect();
             let [x, gates, gate_up, down] = &mut out[..] else { unreachable!("four inputs") };
@@ -188,11 +196,8 @@ proptest! {
             both
         };
         let run = |v: &[Vec<f32>]| {
-            let (mut trace, mut y) = (ExpertTrace::default(), vec![0.0; n_tokens * width]);
             let [gate_up, down] = merged(v);
-            let experts = Experts::pack(&gate_up, &down, dims, Dtype::F32);
-            trace.forward(&v[0], Routed { choice: &choice, gates: &v[1] }, &experts, &mut y);
-            (trace, y)
+            run_experts((&v[0], &v[1]), &choice, [&gate_up, &down], dims)
         };
         let backward = |v: &[Vec<f32>], grad: &[f32]| {
             let mut out: Vec<Vec<f32>> = v.iter().map(|input| vec![0.0; input.len()]).collect();

@@ -1,19 +1,18 @@
 //! Updates of low rank as files: r3's own, which lies beside the weights of a checkpoint, and PEFT's.
 
-use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_core::Var;
 use safetensors::SafeTensors;
-use safetensors::tensor::{Dtype as StoredDtype, View};
+use safetensors::tensor::Dtype as StoredDtype;
 use serde_json::{Value, json};
 
 use crate::autograd::training::{factor_names, takes_low_rank};
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::export::{write_json, write_safetensors};
+use crate::export::{F32Tensor, write_json, write_safetensors};
 use crate::source::{TensorSource, canonical_tensors, check_finite};
 
 /// Name of r3's own file in a checkpoint.
@@ -46,6 +45,13 @@ struct Factor {
     values: Vec<f32>,
 }
 
+/// `factors` as a file has them.
+fn tensors(factors: &[(String, Factor)]) -> impl Iterator<Item = (String, F32Tensor<'_>)> {
+    factors
+        .iter()
+        .map(|(name, Factor { shape, values })| (name.clone(), F32Tensor { shape: shape.clone(), values }))
+}
+
 impl Adapter {
     /// Copies the factors `vars`, which are all that is trained of a policy.
     ///
@@ -68,7 +74,7 @@ impl Adapter {
         // One entry: several would come in any order, and a resumed run writes the same bytes.
         let about = json!({ "rank": self.rank, "alpha": self.alpha, "base": self.base });
         let metadata = HashMap::from([(ABOUT.to_owned(), about.to_string())]);
-        write_safetensors(&dir.join(FILE), self.factors.iter().cloned(), Some(metadata))
+        write_safetensors(&dir.join(FILE), tensors(&self.factors), Some(metadata))
     }
 
     /// Reads what [`Self::write`] wrote; `None` if `dir` has no such file.
@@ -138,7 +144,7 @@ impl Adapter {
         });
         write_json(&dir.join(PEFT_CONFIG), &config)?;
         let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-        write_safetensors(&dir.join(PEFT_WEIGHTS), peft.tensors, Some(metadata))
+        write_safetensors(&dir.join(PEFT_WEIGHTS), tensors(&peft.tensors), Some(metadata))
     }
 
     /// Numbers in all factors.
@@ -214,24 +220,6 @@ impl Peft {
         for (factor, tensor) in [("A", a), ("B", b)] {
             self.tensors.push((format!("base_model.model.{module}.lora_{factor}.weight"), tensor));
         }
-    }
-}
-
-impl View for Factor {
-    fn dtype(&self) -> StoredDtype {
-        StoredDtype::F32
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        Cow::Owned(self.values.iter().flat_map(|value| value.to_le_bytes()).collect())
-    }
-
-    fn data_len(&self) -> usize {
-        size_of_val(&self.values[..])
     }
 }
 

@@ -175,6 +175,37 @@ pub fn write_safetensors<V: View>(
     fs::set_permissions(path, created.permissions()).map_err(failed)
 }
 
+/// An f32 tensor of a file, written from where it lies.
+#[derive(Clone, Debug)]
+pub struct F32Tensor<'a> {
+    /// Its sizes.
+    pub shape: Vec<usize>,
+    /// Its values, row-major.
+    pub values: &'a [f32],
+}
+
+impl View for F32Tensor<'_> {
+    fn dtype(&self) -> StoredDtype {
+        StoredDtype::F32
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        if cfg!(target_endian = "little") {
+            Cow::Borrowed(bytemuck::cast_slice(self.values))
+        } else {
+            Cow::Owned(self.values.iter().flat_map(|value| value.to_le_bytes()).collect())
+        }
+    }
+
+    fn data_len(&self) -> usize {
+        size_of_val(self.values)
+    }
+}
+
 /// Keeps the last fused tensors, so that their pieces are cut from one read.
 ///
 /// Files are ordered by name, which takes an expert's down projection before its gate and up projections: of a

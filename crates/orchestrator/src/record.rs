@@ -186,8 +186,9 @@ impl StepReport<'_> {
     }
 }
 
-/// Adds what the engine's memory holds, which is the same at every step.
-pub fn set_memory(record: &mut StepRecord, memory: &MemoryBudget) {
+/// Adds what is the same at every step: what the engine's memory holds, and how much of the model is trained.
+pub fn set_model(record: &mut StepRecord, memory: &MemoryBudget, n_trained: u64) {
+    record.set(metrics::TRAINED_PARAMETERS, n_trained as f64);
     record.set(metrics::KV_CACHE_CAPACITY, memory.capacity_tokens() as f64);
     record.set(metrics::ROUTE_BYTES_PER_TOKEN, memory.route_bytes_per_token());
     record.set(metrics::ROUTE_SHARE, memory.route_share());

@@ -15,7 +15,6 @@ use r3_recipe::recipe::Recipe;
 use r3_recipe::rollout::InFlight;
 use r3_ring::ring::Ring;
 use r3_tasks::reward::{Reward, check_step};
-use r3_telemetry::metrics::TRAINED_PARAMETERS;
 use r3_telemetry::progress::BarKind;
 use r3_telemetry::step_line::step_line;
 use r3_telemetry::step_record::StepRecord;
@@ -32,7 +31,7 @@ use crate::handle::{Refitted, WorkerHandle};
 use crate::memory::memory_line;
 use crate::pending_file;
 use crate::prompts::Prompts;
-use crate::record::{StepReport, Timings, set_evaluation, set_memory};
+use crate::record::{StepReport, Timings, set_evaluation, set_model};
 use crate::run_dir::{METRICS, RECIPE, RunDir};
 use crate::run_state::{Change, RunState};
 use crate::sample_stats::SampleStats;
@@ -324,8 +323,7 @@ impl<'a> Run<'a> {
         };
         report.count(self.telemetry.exporter());
         let mut record = report.record();
-        set_memory(&mut record, &self.memory);
-        record.set(TRAINED_PARAMETERS, self.plan.n_trained as f64);
+        set_model(&mut record, &self.memory, self.plan.n_trained);
         let every = self.recipe.eval.every;
         if self.step == self.recipe.run.steps || (every > 0 && self.step.is_multiple_of(every)) {
             self.evaluate(&mut record)?;
@@ -346,8 +344,7 @@ impl<'a> Run<'a> {
             return Ok(());
         }
         let mut record = StepRecord::new(0, self.trainer.version());
-        set_memory(&mut record, &self.memory);
-        record.set(TRAINED_PARAMETERS, self.plan.n_trained as f64);
+        set_model(&mut record, &self.memory, self.plan.n_trained);
         self.evaluate(&mut record)?;
         self.telemetry.record(&record)?;
         self.records.push(record);

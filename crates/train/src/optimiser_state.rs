@@ -1,13 +1,12 @@
 //! The optimiser's running means as a safetensors file: `m.<weight>` and, but for matrices under Muon, `v.<weight>`, flat f32.
 
-use std::borrow::Cow;
 use std::fs;
 use std::path::Path;
 
 use candle_core::Var;
-use r3_model::export::write_safetensors;
+use r3_model::export::{F32Tensor, write_safetensors};
 use safetensors::SafeTensors;
-use safetensors::tensor::{Dtype, View};
+use safetensors::tensor::Dtype;
 
 use crate::error::{Damage, TrainError};
 use crate::optimiser::Moments;
@@ -27,8 +26,8 @@ pub fn bytes(moments: &[Moments]) -> u64 {
 /// If the file cannot be written.
 pub fn write(dir: &Path, vars: &[(String, Var)], moments: &[Moments]) -> Result<(), TrainError> {
     let tensors = vars.iter().zip(moments).flat_map(|((name, _), one)| {
-        let v = (!one.v.is_empty()).then(|| (format!("v.{name}"), FlatF32::new(&one.v)));
-        [(format!("m.{name}"), FlatF32::new(&one.m))].into_iter().chain(v)
+        let v = (!one.v.is_empty()).then(|| (format!("v.{name}"), flat(&one.v)));
+        [(format!("m.{name}"), flat(&one.m))].into_iter().chain(v)
     });
     Ok(write_safetensors(&dir.join(FILE), tensors, None)?)
 }
@@ -64,6 +63,10 @@ fn parse(bytes: &[u8], vars: &[(String, Var)], fresh: &[Moments]) -> Result<Vec<
     moments.collect()
 }
 
+fn flat(values: &[f32]) -> F32Tensor<'_> {
+    F32Tensor { shape: vec![values.len()], values }
+}
+
 fn read_tensor(file: &SafeTensors<'_>, name: String, expected: usize) -> Result<Vec<f32>, Damage> {
     let Ok(tensor) = file.tensor(&name) else { return Err(Damage::Missing { tensor: name }) };
     if tensor.dtype() != Dtype::F32 || tensor.shape() != [expected] {
@@ -73,40 +76,6 @@ fn read_tensor(file: &SafeTensors<'_>, name: String, expected: usize) -> Result<
     let values =
         tensor.data().chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().expect("4 bytes")));
     Ok(values.collect())
-}
-
-/// A flat f32 tensor, written from where it lies.
-struct FlatF32<'a> {
-    shape: [usize; 1],
-    values: &'a [f32],
-}
-
-impl<'a> FlatF32<'a> {
-    fn new(values: &'a [f32]) -> Self {
-        Self { shape: [values.len()], values }
-    }
-}
-
-impl View for FlatF32<'_> {
-    fn dtype(&self) -> Dtype {
-        Dtype::F32
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        if cfg!(target_endian = "little") {
-            Cow::Borrowed(bytemuck::cast_slice(self.values))
-        } else {
-            Cow::Owned(self.values.iter().flat_map(|value| value.to_le_bytes()).collect())
-        }
-    }
-
-    fn data_len(&self) -> usize {
-        size_of_val(self.values)
-    }
 }
 
 #[cfg(test)]
