@@ -8,10 +8,12 @@ mod packing;
 use common::{MODELS, Rollout, SAMPLED, bits, checkpoint, engine, plain, request, sample, tokens};
 use packing::Packing;
 use r3_core::ids::SequenceId;
+use r3_core::routes::RouteRows;
 use r3_core::support::SupportRows;
 use r3_engine::config::EngineConfig;
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::sampler::Sampling;
+use r3_engine::score::ToScore;
 use r3_kernels::gemm::Dtype;
 use r3_kernels::router::Routing;
 use r3_model::autograd::{Policy, Precision};
@@ -139,6 +141,35 @@ fn trainer_and_rollout_agree_in_every_bit_of_truncated_draws_in_f32() {
 #[test]
 fn trainer_and_rollout_agree_in_every_bit_of_truncated_draws_in_bf16() {
     assert_exact(Dtype::Bf16, TRUNCATED);
+}
+
+/// What [`Engine::score`] says of a rollout, in chunks, on the rollout's experts or the router's.
+fn assert_scored(dtype: Dtype) {
+    for model in MODELS {
+        let checkpoint = checkpoint(model);
+        let mut engine = cramped(&checkpoint, dtype);
+        for Rollout { tokens, prompt_tokens, logprobs, routes, support, .. } in
+            rollouts(&checkpoint, dtype, TRUNCATED, 1)
+        {
+            let support = support.as_ref().map(SupportRows::view);
+            for routes in [None, routes.as_ref().map(RouteRows::view)] {
+                let temperature = TRUNCATED.temperature;
+                let sequence = ToScore { routes, temperature, support, ..ToScore::new(&tokens) };
+                let scored = engine.score(&sequence).unwrap();
+                assert_eq!(bits(&scored.logprobs[prompt_tokens - 1..]), logprobs, "{model}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_engine_scores_truncated_draws_to_the_bit_in_f32() {
+    assert_scored(Dtype::F32);
+}
+
+#[test]
+fn the_engine_scores_truncated_draws_to_the_bit_in_bf16() {
+    assert_scored(Dtype::Bf16);
 }
 
 /// Each cut of its own, so that none is carried by another.

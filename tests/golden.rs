@@ -9,6 +9,7 @@ use r3_core::routes::RouteView;
 use r3_engine::config::EngineConfig;
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::sampler::Sampling;
+use r3_engine::score::ToScore;
 use r3_kernels::adamw::{AdamwStep, adamw};
 use r3_kernels::gemm::Dtype;
 use r3_kernels::numerics::Numerics;
@@ -190,7 +191,7 @@ fn engine_scores_match_free_and_replayed_in_any_chunks() {
                 for prefix in ["", "replay_"] {
                     let rows = route_rows(&reference, prefix, index, dims);
                     let replayed = (prefix == "replay_").then(|| rows.view());
-                    let scored = engine.score(tokens, replayed).unwrap();
+                    let scored = engine.score(&ToScore { routes: replayed, ..ToScore::new(tokens) }).unwrap();
                     let expected =
                         &reference.get(&format!("{prefix}logprobs"))[index * (TOKENS - 1)..][..TOKENS - 1];
                     let diff = max_diff(&scored.logprobs, expected);

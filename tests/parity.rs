@@ -15,6 +15,7 @@ use r3_core::support::SupportRows;
 use r3_engine::config::EngineConfig;
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::sampler::Sampling;
+use r3_engine::score::ToScore;
 use r3_kernels::gemm::Dtype;
 use r3_kernels::route_record::RouteRecord;
 use r3_kernels::router::Routing;
@@ -47,7 +48,7 @@ fn converse(engine: &mut Engine) -> Vec<Rollout> {
 fn assert_plain_prefill(rollouts: &[Rollout], checkpoint: &Checkpoint, dtype: Dtype) {
     let mut fresh = engine(checkpoint, plain(dtype));
     for rollout in rollouts {
-        let scored = fresh.score(&rollout.tokens, None).unwrap();
+        let scored = fresh.score(&ToScore::new(&rollout.tokens)).unwrap();
         let (group, index) = (rollout.group, rollout.index);
         assert_eq!(rollout.routes.as_ref(), Some(&scored.live_routes), "routes of {group}/{index}");
         let scored = bits(&scored.logprobs[rollout.prompt_tokens - 1..]);

@@ -218,7 +218,9 @@ fn sft() {
 
 #[test]
 fn rollout() {
-    assert_snapshot!(help(&["rollout", "--help"]), @r#"
+    let help = help(&["rollout", "--help"]);
+    let (before, _) = help.split_once("Options:\n").unwrap();
+    assert_snapshot!(before, @r#"
     Sample completions or conversations, with their expert routes, into a file
 
     Each line of --prompts is {"prompt": "1+1="} or {"prompt": [{"role": "user", "content": "1+1?"}]};
@@ -235,8 +237,14 @@ fn rollout() {
     Arguments:
       <MODEL>
               A Hugging Face directory, a checkpoint, or a run, whose newest checkpoint is taken
+    "#);
+}
 
-    Options:
+#[test]
+fn rollout_options() {
+    let help = help(&["rollout", "--help"]);
+    let (_, options) = help.split_once("Options:\n").unwrap();
+    assert_snapshot!(options, @r#"
           --prompts <FILE>
               JSON lines to sample from
 
@@ -266,6 +274,24 @@ fn rollout() {
               Divides the logits; 0 takes the most likely token
 
               [default: 1]
+
+          --top-p <P>
+              Draws from the fewest most likely tokens that hold this much of what --top-k left; 1 takes
+              all of them
+
+              [default: 1]
+
+          --top-k <N>
+              Draws from this many most likely tokens; 0 takes all of them. Below 1, --top-p needs it,
+              and so does --min-p above 0
+
+              [default: 0]
+
+          --min-p <P>
+              Draws from tokens at least this many times as likely as the most likely one; 0 takes all
+              of them
+
+              [default: 0]
 
           --seed <N>
               Seed of all draws
@@ -328,13 +354,13 @@ fn score() {
     Print the logprobs and expert routes of given tokens: the same-weight check
 
     For each line {"tokens": [...]} of T tokens it prints a line {"logprobs": [...], "routed_experts":
-    [...], "layer_ids": [...]}: T - 1 logprobs, of tokens 1 on, in nats at temperature 1, and T - 1 rows
-    of routes, one list of experts, in router order, for each MoE layer. Given "routed_experts" as well,
-    it replays them, and adds "live_differs": where the router would have chosen otherwise. docs/json.md
-    explains every key.
+    [...], "layer_ids": [...]}: T - 1 logprobs, of tokens 1 on, in nats, at temperature 1 unless a
+    "temperature" is given, and T - 1 rows of routes, one list of experts, in router order, for each MoE
+    layer. Given "routed_experts" as well, it replays them, and adds "live_differs": where the router
+    would have chosen otherwise. docs/json.md explains every key.
 
-    Lines may also be those that `r3 rollout` wrote: in f32 their own logprobs come out again, to the
-    bit.
+    Lines may also be those that `r3 rollout` wrote: they are scored under the distribution that their
+    tokens were drawn from, and in the same format their own logprobs come out again, to the bit.
 
     Usage: r3 score [OPTIONS] --input <FILE> <MODEL>
 
@@ -356,7 +382,7 @@ fn score() {
               [default: engine]
 
           --dtype <DTYPE>
-              Format of weights, keys and values; the trainer side knows f32 only
+              Format of weights, keys and values; of the trainer side, what products round to
 
               Possible values:
               - f32:  32-bit floating point

@@ -6,7 +6,7 @@ use std::process::Stdio;
 
 use serde_json::Value;
 
-use crate::directory::Directory;
+use crate::directory::{Directory, Ended};
 
 /// The keys that `docs/json.md` promises for the summary.
 pub(crate) const ROLLOUT_KEYS: [&str; 12] = [
@@ -113,6 +113,162 @@ fn what_was_sampled_over_several_turns_scores_to_the_same_bits_on_both_sides() {
         (&6.into(), &6.into(), &12.into())
     );
     assert_eq!((&summary["trajectory_forks"], &summary["turns_left_out"]), (&0.into(), &0.into()));
+}
+
+/// Each cut, and none, at other temperatures than 1.
+const DRAWS: [&[&str]; 5] = [
+    &["--temperature", "0.6"],
+    &["--temperature", "0"],
+    &["--top-k", "5", "--temperature", "1.4"],
+    &["--top-k", "40", "--top-p", "0.6"],
+    &["--top-k", "64", "--min-p", "0.9", "--temperature", "0.8"],
+];
+
+#[test]
+fn draws_of_any_kind_score_to_the_same_bits_on_both_sides_in_both_formats() {
+    let directory = directory();
+    for (at, (draws, dtype)) in DRAWS.iter().flat_map(|draws| [(draws, "f32"), (draws, "bf16")]).enumerate() {
+        let out = format!("out{at}.jsonl");
+        let how = SAMPLE.map(|argument| if argument == "f32" { dtype } else { argument });
+        let arguments = [&how[..], draws, &["--kv-memory", "16KiB", "--out", &out]].concat();
+        directory.done(&arguments);
+        let samples = lines(&fs::read_to_string(directory.path(&out)).unwrap());
+        let supports: Vec<&Value> = samples.iter().filter_map(|line| line.get("supports")).collect();
+        let expected = if draws.contains(&"--top-k") { samples.len() } else { 0 };
+        assert_eq!(supports.len(), expected, "{arguments:?}");
+        let sizes = supports
+            .iter()
+            .flat_map(|rows| rows.as_array().unwrap())
+            .map(|row| row.as_array().unwrap().len());
+        assert!(expected == 0 || sizes.clone().max() > Some(1) && sizes.max() < Some(64), "{arguments:?}");
+        for side in ["engine", "trainer"] {
+            let score = ["score", "model", "--input", &out, "--side", side, "--dtype", dtype];
+            for (sample, scored) in samples.iter().zip(&lines(&directory.done(&score))) {
+                assert_eq!(first_difference(sample, scored), None, "{arguments:?} {side}");
+                assert_eq!(scored["live_differs"], Value::Array(Vec::new()), "{arguments:?} {side}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_file_that_lost_what_its_tokens_were_drawn_from_is_refused() {
+    let directory = directory();
+    let (_, samples) = sample(&directory, "out.jsonl", &["--top-k", "8", "--top-p", "0.9"]);
+    let written = &samples[0]["sampling"];
+    let expected = serde_json::json!({ "temperature": 1.0, "sample_top_k": 8, "top_p": 0.9, "min_p": 0.0 });
+    assert_eq!(*written, expected);
+    let mut lost = samples[0].clone();
+    lost.as_object_mut().unwrap().remove("supports");
+    directory.write("lost.jsonl", format!("{}\n{lost}\n", samples[1]));
+    let Ended { code, stderr, .. } = directory.r3(&["score", "model", "--input", "lost.jsonl"]);
+    assert_eq!(code, 2);
+    insta::assert_snapshot!(stderr, @"
+    error: lost.jsonl:2: the rollout was drawn from a part of the vocabulary, but does not say which for the token at position 6
+
+    hint: score the file as `r3 rollout` wrote it, with `supports`, or sample without --top-p, --top-k and --min-p
+    ");
+    let mut foreign = samples[0].clone();
+    foreign["supports"][0].as_array_mut().unwrap().push(64.into());
+    directory.write("foreign.jsonl", format!("{foreign}\n"));
+    insta::assert_snapshot!(directory.refused(&["score", "model", "--input", "foreign.jsonl"]), @"
+    exit 2
+    error: cannot score foreign.jsonl:1
+      caused by: the token at position 6 was drawn from a set with token 64, outside the vocabulary of 64
+
+    hint: check which model the tokens are of
+    ");
+}
+
+#[test]
+fn what_no_token_can_be_drawn_by_is_refused() {
+    let directory = directory();
+    let refused = |arguments: &[&str]| {
+        let refused = directory.refused(&[&SAMPLE[..], &["--out", "o"], arguments].concat());
+        assert!(!directory.path("o").exists() && !directory.path("o.partial").exists());
+        refused
+    };
+    insta::assert_snapshot!(refused(&["--top-p", "0"]), @"
+    exit 2
+    error: invalid value '0' for '--top-p <P>': must be above 0 and at most 1
+
+    For more information, try '--help'.
+    ");
+    insta::assert_snapshot!(refused(&["--top-k", "-1"]), @"
+    exit 2
+    error: invalid value '-1' for '--top-k <N>': must be at least 0
+
+    For more information, try '--help'.
+    ");
+    insta::assert_snapshot!(refused(&["--min-p", "1"]), @"
+    exit 2
+    error: invalid value '1' for '--min-p <P>': must be at least 0 and below 1
+
+    For more information, try '--help'.
+    ");
+    insta::assert_snapshot!(refused(&["--top-p", "0.9"]), @"
+    exit 2
+    error: --top-p is 0.9, but --top-k does not say how many tokens a draw may keep for `r3 score` to score over
+
+    hint: set --top-k, to 256 say, or --top-p to 1
+    ");
+    insta::assert_snapshot!(refused(&["--min-p", "0.05"]), @"
+    exit 2
+    error: --min-p is 0.05, but --top-k does not say how many tokens a draw may keep for `r3 score` to score over
+
+    hint: set --top-k, to 256 say, or --min-p to 0
+    ");
+    for broken in [
+        ["--top-p", "1.1"],
+        ["--top-p", "NaN"],
+        ["--top-k", "16777217"],
+        ["--top-k", "0.5"],
+        ["--min-p", "-0.1"],
+    ] {
+        assert!(refused(&broken).starts_with("exit 2\nerror: invalid value"), "{broken:?}");
+    }
+}
+
+#[test]
+fn a_sequence_is_scored_at_the_temperature_and_over_the_tokens_that_are_given() {
+    let directory = directory();
+    let score = |line: &str| {
+        directory.write("in.jsonl", line);
+        floats(&lines(&directory.done(&["score", "model", "--input", "in.jsonl"]))[0]["logprobs"])
+    };
+    let plain = score(r#"{"tokens": [5, 6, 7]}"#);
+    assert_eq!(plain, score(r#"{"tokens": [5, 6, 7], "temperature": 1, "supports": [[], []]}"#));
+    let warm = score(r#"{"tokens": [5, 6, 7], "temperature": 2.5}"#);
+    assert!(plain.iter().zip(&warm).all(|(plain, warm)| plain != warm));
+    let alone = score(r#"{"tokens": [5, 6, 7], "supports": [[7]]}"#);
+    assert_eq!(alone, [plain[0], 0.0], "lists are of the last tokens");
+    let refused = |line: &str| {
+        directory.write("in.jsonl", line);
+        directory.refused(&["score", "model", "--input", "in.jsonl"])
+    };
+    insta::assert_snapshot!(refused(r#"{"tokens": [5, 6, 7], "temperature": 0}"#), @"
+    exit 2
+    error: cannot score in.jsonl:1
+      caused by: logits cannot be divided by a temperature of 0
+
+    hint: give a temperature above 0, such as 1; 0.01 is next to greedy
+    ");
+    insta::assert_snapshot!(refused(r#"{"tokens": [5, 6, 7], "supports": [[8]]}"#), @"
+    exit 2
+    error: cannot score in.jsonl:1
+      caused by: the tokens were drawn from sets that break their contract
+      caused by: token 0 after the prompt is 7, which its support lacks
+
+    hint: `supports` has a list for each of the last tokens, ascending, with that token in it
+    ");
+    insta::assert_snapshot!(refused(r#"{"tokens": [5, 6, 7], "supports": [[5], [6], [7]]}"#), @"
+    exit 2
+    error: cannot score in.jsonl:1
+      caused by: the tokens were drawn from sets that break their contract
+      caused by: supports have 3 rows, but 2 tokens follow the prompt
+
+    hint: `supports` has a list for each of the last tokens, ascending, with that token in it
+    ");
 }
 
 #[test]

@@ -307,7 +307,7 @@ fn a_line_that_is_no_sequence_is_named_after_those_before_it_were_scored() {
     "#);
     assert_snapshot!(scored(&directory, "{\"text\": \"8+1=\"}\n", &[]), @r#"
     0 scored, exit 2
-    error: lines.jsonl:1:7: not a sequence to score: unknown field `text`, expected one of `tokens`, `routed_experts`, `layer_ids`
+    error: lines.jsonl:1:7: not a sequence to score: unknown field `text`, expected one of `tokens`, `routed_experts`, `layer_ids`, `temperature`, `supports`
 
     hint: write one object a line, such as {"tokens": [5, 17, 9]}, with "routed_experts" to replay routes
     "#);
@@ -386,17 +386,6 @@ fn routes_that_cannot_be_replayed() {
       caused by: routes have 0 rows, but the tokens need 1
 
     hint: check which model the routes are of
-    ");
-}
-
-#[test]
-fn a_format_that_the_trainer_does_not_compute_in() {
-    let directory = Directory::with_model();
-    assert_snapshot!(scored(&directory, "", &["--side", "trainer", "--dtype", "bf16"]), @r"
-    0 scored, exit 2
-    error: the trainer side computes in f32 only
-
-    hint: leave out --dtype, or score with --side engine
     ");
 }
 

@@ -32,6 +32,10 @@ pub(crate) enum CliError {
     LongLine { input: String, line: usize, tokens: usize, max_tokens: usize },
     #[error("cannot score {input}:{line}")]
     Unscored { input: String, line: usize, source: Box<RunError> },
+    #[error(
+        "{flag} is {value}, but --top-k does not say how many tokens a draw may keep for `r3 score` to score over"
+    )]
+    UnboundedSupport { flag: &'static str, value: f32, whole: f32 },
     #[error("the rollouts and the summary cannot both go to stdout")]
     TwoOnStdout,
     #[error("cannot read {}", path.display())]
@@ -58,8 +62,6 @@ pub(crate) enum CliError {
     BadTokens { input: String, line: usize, column: usize, reason: String },
     #[error("{a} and {b} cannot be compared")]
     Incomparable { a: String, b: String, source: Incomparable },
-    #[error("the trainer side computes in f32 only")]
-    TrainerDtype,
     #[error("a layer has {experts} experts, but a token takes {top_k}")]
     TooFewExperts { top_k: u32, experts: u32 },
     #[error("{completions} completions do not make whole groups of {group_size}")]
@@ -103,6 +105,7 @@ impl CliError {
             Self::BadLine { source, .. } => source.hint(),
             Self::LongLine { tokens, .. } => format!("make room with --max-tokens {tokens}"),
             Self::Unscored { source, .. } => source.hint(),
+            Self::UnboundedSupport { flag, whole, .. } => format!("set --top-k, to 256 say, or {flag} to {whole}"),
             Self::TwoOnStdout => "leave out --json, or name a file with --out".into(),
             Self::RoutesInput { .. } => "name a readable file, or - for stdin".into(),
             Self::UnknownLayout { .. } => {
@@ -122,7 +125,6 @@ impl CliError {
                 r#"write one object a line, such as {"tokens": [5, 17, 9], "prompt_tokens": 2}"#.into()
             }
             Self::Incomparable { source, .. } => source.hint(),
-            Self::TrainerDtype => "leave out --dtype, or score with --side engine".into(),
             Self::TooFewExperts { .. } => "raise --experts or lower --top-k".into(),
             Self::BrokenGroups { .. } => "make --completions a multiple of --group-size".into(),
             Self::Threads { .. } => "ask for fewer with --threads, or raise `ulimit -u`".into(),
@@ -143,6 +145,7 @@ impl CliError {
             | Self::Input { .. }
             | Self::BadLine { .. }
             | Self::LongLine { .. }
+            | Self::UnboundedSupport { .. }
             | Self::TwoOnStdout
             | Self::TooFewExperts { .. }
             | Self::BrokenGroups { .. }
@@ -157,8 +160,7 @@ impl CliError {
             | Self::NoTarget { .. }
             | Self::TokenSamples { .. }
             | Self::BadTokens { .. }
-            | Self::Incomparable { .. }
-            | Self::TrainerDtype => ExitClass::Usage,
+            | Self::Incomparable { .. } => ExitClass::Usage,
             Self::Threads { .. } | Self::Signals { .. } | Self::Stdout { .. } => ExitClass::Machine,
         };
         ExitCode::from(class as u8)

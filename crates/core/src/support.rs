@@ -69,6 +69,15 @@ impl<'a> SupportView<'a> {
         Self { sizes, ids: &self.ids[..n_ids] }
     }
 
+    /// The rows after the first `n`.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    #[must_use]
+    pub fn after(self, n: usize) -> Self {
+        Self { sizes: &self.sizes[n..], ids: &self.ids[self.first(n).ids.len()..] }
+    }
+
     /// Checks that these are supports of `drawn`, the tokens after the prompt: a row for each, which is empty or ascends
     /// and holds its token. `sampled` is 0 where a token was given, and such a token has no support; `None` if all were
     /// sampled.
@@ -221,6 +230,8 @@ mod tests {
         assert_eq!(read, [&ids(&[1, 4])[..], &[], &ids(&[0, 2, 9])]);
         assert_eq!(supports.last(), Some(&ids(&[0, 2, 9])[..]));
         assert_eq!(supports.view().first(2), rows(&[&[1, 4], &[]]).view());
+        assert_eq!(supports.view().after(1), rows(&[&[], &[0, 2, 9]]).view());
+        assert_eq!(supports.view().after(3).rows(), 0);
         assert_eq!(SupportRows::of(supports.view()), supports);
         supports.fill(5);
         assert_eq!((supports.rows(), supports.last()), (5, Some(&[][..])));

@@ -22,6 +22,7 @@ use crate::config::EngineConfig;
 use crate::error::EngineError;
 use crate::refit;
 use crate::sampler::{Draw, SampleKey, Sampler, Sampling};
+use crate::score::{Replay, ScoredUnder};
 
 /// Multiply-adds of a tick that are worth waking other threads for.
 const TEAM_WORK: usize = 1 << 20;
@@ -65,7 +66,8 @@ pub struct Engine {
     pub(crate) hashes: Vec<TensorHash>,
     pub(crate) version: PolicyVersion,
     pub(crate) scheduler: Scheduler,
-    pub(crate) replay: Option<crate::score::Replay>,
+    pub(crate) replay: Option<Replay>,
+    pub(crate) scored_under: Option<ScoredUnder>,
     cache: KvCache,
     record: Option<RouteRecord>,
     sampler: Sampler,
@@ -103,6 +105,7 @@ impl Engine {
             cache: KvCache::new(model.n_layers, n_slots, model.heads(), config.dtype),
             scheduler: Scheduler::new(sizes)?,
             replay: None,
+            scored_under: None,
             record: config
                 .capture_routes
                 .then(|| RouteRecord::new(model.route_dims().n_layers, model.router())),
@@ -275,7 +278,7 @@ impl Engine {
 
     /// Runs the model over the planned batch; logits of the wanted rows, whose index is in `logit_rows`.
     fn forward(&mut self) -> Result<Rows, EngineError> {
-        let Self { scheduler, exec, weights, cache, config, record, replay, tables, .. } = self;
+        let Self { scheduler, exec, weights, cache, config, record, replay, scored_under, tables, .. } = self;
         let plan = scheduler.tick_plan();
         let sequence = |chunk: &Chunk| PagedSequence {
             n_queries: chunk.n_tokens,
@@ -301,7 +304,7 @@ impl Engine {
         };
         let hidden = forward(exec, weights, &plan.tokens, &mut attend, &mut routing)?;
         *tables = emptied(sequences);
-        let scored = prompt_logprobs(scheduler, weights, &hidden);
+        let scored = prompt_logprobs(scheduler, weights, &hidden, scored_under.as_ref());
         wanted_rows(plan, &mut self.logit_rows);
         let wanted = if self.logit_rows.len() == plan.n_tokens() {
             hidden
@@ -368,14 +371,16 @@ fn prompt_logprobs(
     scheduler: &Scheduler,
     weights: &Weights<Buffers>,
     hidden: &Rows,
+    under: Option<&ScoredUnder>,
 ) -> Vec<(Chunk, Vec<f32>)> {
     let wanted = scheduler.tick_plan().chunks.iter().filter(|chunk| chunk.wants == Logits::All);
     let score = |&chunk: &Chunk| {
         let sequence = scheduler.sequence(chunk.sequence);
         let end = (chunk.start + chunk.n_tokens + 1).min(sequence.prompt_tokens);
         let targets = &sequence.tokens[chunk.start + 1..end];
-        let targets: Vec<u32> = targets.iter().map(|token| token.0).collect();
-        (chunk, Buffers::head_logprobs(weights, hidden, chunk.first_row, &targets))
+        let ids: Vec<u32> = targets.iter().map(|token| token.0).collect();
+        let targets = under.expect("who scores says under what").targets(chunk.start, &ids);
+        (chunk, Buffers::head_logprobs(weights, hidden, chunk.first_row, targets))
     };
     wanted.map(score).collect()
 }

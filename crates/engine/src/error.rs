@@ -1,6 +1,7 @@
 //! Why the engine cannot be built, or refuses a request.
 
 use r3_core::routes::RouteError;
+use r3_core::support::SupportError;
 use r3_model::error::ModelError;
 use r3_scheduler::error::SchedulerError;
 
@@ -30,6 +31,14 @@ pub enum EngineError {
     ReplayRows { rows: usize, tokens: usize },
     #[error("routes to replay break their contract")]
     ReplayRoutes(#[source] RouteError),
+    #[error("logits cannot be divided by a temperature of {temperature}")]
+    Temperature { temperature: f32 },
+    #[error("the tokens were drawn from sets that break their contract")]
+    Support(#[source] SupportError),
+    #[error(
+        "the token at position {position} was drawn from a set with token {token}, outside the vocabulary of {vocab_size}"
+    )]
+    SupportToken { token: u32, position: usize, vocab_size: usize },
     #[error(transparent)]
     Scheduler(#[from] SchedulerError),
     #[error(transparent)]
@@ -58,6 +67,13 @@ impl EngineError {
             Self::Busy { .. } => "finish or abort the sequences, and take them, first".into(),
             Self::ReplayRoutes(_) => "check which model the routes are of".into(),
             Self::ReplayRows { .. } => "`routed_experts` needs one row for each token but the last".into(),
+            Self::Temperature { .. } => {
+                "give a temperature above 0, such as 1; 0.01 is next to greedy".into()
+            }
+            Self::Support(_) => {
+                "`supports` has a list for each of the last tokens, ascending, with that token in it".into()
+            }
+            Self::SupportToken { .. } => "check which model the tokens are of".into(),
             Self::Scheduler(error) => error.hint(),
             Self::Model(error) => error.hint(),
         }

@@ -4,6 +4,9 @@ use std::ops::Range;
 
 use r3_core::ids::{GroupId, TokenId};
 use r3_core::routes::{RouteDims, RouteRows, RouteView, write_ids};
+use r3_core::support::{SupportError, SupportView};
+use r3_kernels::lm_head::Targets;
+use r3_kernels::lm_head::kept::Kept;
 use r3_kernels::route_record::RouteRecord;
 use r3_kernels::router::{RouterConfig, Routing};
 use r3_scheduler::plan::TickPlan;
@@ -12,10 +15,44 @@ use r3_scheduler::request::{Finished, Request};
 use crate::engine::Engine;
 use crate::error::EngineError;
 
+/// A sequence to score.
+#[derive(Clone, Copy, Debug)]
+pub struct ToScore<'a> {
+    /// `[T]`, at least one.
+    pub tokens: &'a [TokenId],
+    /// `[T - 1, L, K]`: experts to take instead of the router's.
+    pub routes: Option<RouteView<'a>>,
+    /// Divides the logits: above 0, as is its inverse, and both finite.
+    pub temperature: f32,
+    /// What each of the last tokens is scored over, at most `T - 1` rows; an empty one is all of the vocabulary, as it is
+    /// for tokens without a row.
+    pub support: Option<SupportView<'a>>,
+}
+
+impl<'a> ToScore<'a> {
+    /// `tokens` on experts of the router's choice, at temperature 1 over all of the vocabulary.
+    #[must_use]
+    pub fn new(tokens: &'a [TokenId]) -> Self {
+        Self { tokens, routes: None, temperature: 1.0, support: None }
+    }
+
+    /// What the head scores tokens from 1 on over: sizes `[T - 1]`, and the ids. `None` for all of the vocabulary.
+    ///
+    /// # Panics
+    /// If the support has more rows.
+    #[must_use]
+    pub fn kept(&self) -> Option<(Vec<u32>, Vec<u32>)> {
+        let support = self.support?;
+        let mut sizes = vec![0; self.tokens.len() - 1 - support.rows()];
+        sizes.extend_from_slice(support.sizes());
+        Some((sizes, support.ids().iter().map(|token| token.0).collect()))
+    }
+}
+
 /// What scoring `T` tokens gives.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Scored {
-    /// `[T - 1]` nats, of tokens 1 on, at temperature 1.
+    /// `[T - 1]` nats, of tokens 1 on, under the distribution that was asked for.
     pub logprobs: Vec<f32>,
     /// `[T - 1, L, K]`: the experts used, or what the live router would have used where routes were replayed.
     pub live_routes: RouteRows,
@@ -33,33 +70,40 @@ pub(crate) struct Replay {
     live: RouteRows,
 }
 
+/// The distribution that the tokens of the one sequence being scored are scored under.
+pub(crate) struct ScoredUnder {
+    temperature: f32,
+    /// As [`ToScore::kept`].
+    kept: Option<(Vec<u32>, Vec<u32>)>,
+}
+
 impl Engine {
-    /// Scores `tokens` `[T]`, at least one, through the scheduler and the paged cache as any request.
+    /// Scores a sequence of `T` tokens through the scheduler and the paged cache as any request.
     ///
-    /// With `routes` `[T - 1, L, K]` the experts are those, and `live_routes` says what the router would have chosen.
+    /// With routes the experts are those, and `live_routes` says what the router would have chosen.
     ///
     /// # Errors
-    /// If other requests are unfinished or not taken, a token is outside the vocabulary, the tokens do not fit, or the routes
-    /// break their contract.
+    /// If other requests are unfinished or not taken, a token is outside the vocabulary, the tokens do not fit, or routes or
+    /// supports break their contract.
     ///
     /// # Panics
-    /// If the engine does not capture routes, or the routes are of another model's shape.
-    pub fn score(
-        &mut self,
-        tokens: &[TokenId],
-        routes: Option<RouteView<'_>>,
-    ) -> Result<Scored, EngineError> {
+    /// If the engine does not capture routes, the routes are of another model's shape, or the temperature is none.
+    pub fn score(&mut self, sequence: &ToScore<'_>) -> Result<Scored, EngineError> {
+        let ToScore { tokens, routes, .. } = *sequence;
         assert!(self.config.capture_routes, "an engine that scores captures routes");
         let sequences = self.n_open_requests();
         if sequences > 0 {
             return Err(EngineError::Busy { sequences });
         }
         let dims = self.model().route_dims();
+        let under = ScoredUnder::new(sequence, self.model().vocab_size)?;
         if let Some(routes) = routes {
             assert_eq!(routes.dims(), dims, "replayed routes have the model's shape");
             self.replay = Some(Replay::new(routes, tokens.len(), self.model().router())?);
         }
+        self.scored_under = Some(under);
         let outcome = self.score_one(tokens);
+        self.scored_under = None;
         let replay = self.replay.take();
         if replay.is_some() {
             // Keys and values computed under replayed routes are not the model's own: nobody may find them.
@@ -96,6 +140,49 @@ impl Engine {
                 return Ok(finished);
             }
         }
+    }
+}
+
+/// Checks that `support` is of the last of `tokens`, of a model of `vocab_size` tokens: its rows ascend and hold their
+/// tokens, and there is none for the first token.
+///
+/// # Errors
+/// If it is not.
+pub fn check_support(
+    support: SupportView<'_>,
+    tokens: &[TokenId],
+    vocab_size: usize,
+) -> Result<(), EngineError> {
+    let (rows, expected_rows) = (support.rows(), tokens.len().saturating_sub(1));
+    if rows > expected_rows {
+        return Err(EngineError::Support(SupportError::Rows { rows, expected_rows }));
+    }
+    let first = tokens.len() - rows;
+    support.check(&tokens[first..], None).map_err(EngineError::Support)?;
+    match support.beyond(vocab_size) {
+        Some((row, TokenId(token))) => {
+            Err(EngineError::SupportToken { token, position: first + row, vocab_size })
+        }
+        None => Ok(()),
+    }
+}
+
+impl ScoredUnder {
+    fn new(sequence: &ToScore<'_>, vocab_size: usize) -> Result<Self, EngineError> {
+        if let Some(support) = sequence.support {
+            check_support(support, sequence.tokens, vocab_size)?;
+        }
+        Ok(Self { temperature: sequence.temperature, kept: sequence.kept() })
+    }
+
+    /// `ids`, the tokens from `start + 1` on, with what each is scored over.
+    pub(crate) fn targets<'a>(&'a self, start: usize, ids: &'a [u32]) -> Targets<'a> {
+        let n_ids = |sizes: &[u32]| sizes.iter().map(|&size| size as usize).sum::<usize>();
+        let kept = self.kept.as_ref().map(|(sizes, kept)| {
+            let (before, sizes) = sizes[..start + ids.len()].split_at(start);
+            Kept { sizes, ids: &kept[n_ids(before)..][..n_ids(sizes)] }
+        });
+        Targets { ids, temperature: self.temperature, kept }
     }
 }
 
@@ -163,20 +250,21 @@ mod tests {
             engine.tick().unwrap();
         }
         let tokens = [TokenId(3), TokenId(4), TokenId(5)];
-        let error = engine.score(&tokens, None).unwrap_err();
+        let error = engine.score(&ToScore::new(&tokens)).unwrap_err();
         assert!(matches!(error, EngineError::Busy { sequences: 1 }), "{error}");
         engine.take_finished().unwrap();
-        assert_eq!(engine.score(&tokens, None).unwrap().logprobs.len(), 2);
+        assert_eq!(engine.score(&ToScore::new(&tokens)).unwrap().logprobs.len(), 2);
     }
 
     #[test]
     fn a_refused_score_leaves_an_engine_that_scores() {
         let mut engine = engine(config(1 << 20));
         let tokens = [TokenId(3), TokenId(4), TokenId(5)];
-        let scored = engine.score(&tokens, None).unwrap();
-        assert!(engine.score(&[TokenId(3), TokenId(u32::MAX)], None).is_err());
-        assert!(engine.score(&tokens[..2], Some(scored.live_routes.view())).is_err());
-        assert_eq!(engine.score(&tokens, None).unwrap(), scored);
-        assert_eq!(engine.score(&tokens, Some(scored.live_routes.view())).unwrap(), scored);
+        let scored = engine.score(&ToScore::new(&tokens)).unwrap();
+        assert!(engine.score(&ToScore::new(&[TokenId(3), TokenId(u32::MAX)])).is_err());
+        let routes = Some(scored.live_routes.view());
+        assert!(engine.score(&ToScore { routes, ..ToScore::new(&tokens[..2]) }).is_err());
+        assert_eq!(engine.score(&ToScore::new(&tokens)).unwrap(), scored);
+        assert_eq!(engine.score(&ToScore { routes, ..ToScore::new(&tokens) }).unwrap(), scored);
     }
 }

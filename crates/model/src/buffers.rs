@@ -98,17 +98,27 @@ impl Buffers {
         out
     }
 
-    /// Nats of `targets`, one for each row of `hidden` from `first` on: what [`chosen_logprobs`] gives, without logits.
+    /// Nats of `targets`, one for each row of `hidden` from `first` on: what [`chosen_logprobs`] gives, or [`draw_kept`]
+    /// where a target has a kept set, without logits.
     ///
     /// [`chosen_logprobs`]: r3_kernels::logprob::chosen_logprobs
+    /// [`draw_kept`]: r3_kernels::truncate::draw_kept
+    ///
+    /// # Panics
+    /// If a kept set does not ascend, lacks its target or leaves the vocabulary.
     #[must_use]
-    pub fn head_logprobs(weights: &Weights<Self>, hidden: &Rows, first: usize, targets: &[u32]) -> Vec<f32> {
-        let head = &weights.head.as_ref().unwrap_or(&weights.embed).matrix;
-        let [mut logprobs, mut entropies, mut target_logits] = [(); 3].map(|()| vec![0.0; targets.len()]);
+    pub fn head_logprobs(
+        weights: &Weights<Self>,
+        hidden: &Rows,
+        first: usize,
+        targets: Targets<'_>,
+    ) -> Vec<f32> {
+        let (head, n_rows) = (&weights.head.as_ref().unwrap_or(&weights.embed).matrix, targets.ids.len());
+        let [mut logprobs, mut entropies, mut target_logits] = [(); 3].map(|()| vec![0.0; n_rows]);
         head_logprobs(
-            &hidden.values()[first * hidden.width()..][..targets.len() * hidden.width()],
+            &hidden.values()[first * hidden.width()..][..n_rows * hidden.width()],
             head,
-            Targets { ids: targets, temperature: 1.0, kept: None },
+            targets,
             Scores { logprobs: &mut logprobs, entropies: &mut entropies, target_logits: &mut target_logits },
         );
         logprobs

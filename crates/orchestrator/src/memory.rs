@@ -24,6 +24,11 @@ pub(crate) fn memory_line(budget: &MemoryBudget, max_tokens: usize) -> String {
     )
 }
 
+/// Says what the supports of truncated draws may take beside that.
+pub(crate) fn support_line(bytes: u64) -> String {
+    format!("truncated sampling: up to {} of kept tokens beside the KV memory", Bytes(bytes))
+}
+
 /// With a decimal only where there is one: the bookkeeping of a block is shared by its tokens.
 fn exact(bytes: f64) -> String {
     if bytes.fract() == 0.0 { format!("{bytes}") } else { format!("{bytes:.1}") }

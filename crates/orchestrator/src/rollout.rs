@@ -22,11 +22,12 @@ use r3_tasks::script::{self, Script};
 use r3_tasks::tokenizer::Tokenizer;
 use r3_telemetry::format::{duration, short};
 use r3_telemetry::progress::{BarKind, Progress};
+use r3_wire::record::SamplingParams;
 use serde::Serialize;
 use serde_json::Map;
 
 use crate::error::RunError;
-use crate::memory::memory_line;
+use crate::memory::{memory_line, support_line};
 use crate::model_dir;
 use crate::out_file::OutFile;
 use crate::rollouts::Rollouts;
@@ -50,8 +51,8 @@ pub struct RolloutOptions {
     pub group_size: u32,
     /// Tokens of a turn at most, at least 1.
     pub max_new_tokens: usize,
-    /// Divides the logits; 0 takes the most likely token.
-    pub temperature: f32,
+    /// How tokens are drawn.
+    pub sampling: SamplingParams,
     /// Keys the draws.
     pub seed: u64,
     /// Format of weights, keys and values.
@@ -65,9 +66,10 @@ pub struct RolloutOptions {
 }
 
 impl RolloutOptions {
-    /// How tokens are drawn.
+    /// How tokens are drawn, as the engine takes it.
     pub(crate) fn sampling(&self) -> Sampling {
-        Sampling { temperature: self.temperature, ..Sampling::GREEDY }
+        let SamplingParams { temperature, sample_top_k, top_p, min_p } = self.sampling;
+        Sampling { temperature, sample_top_k, top_p, min_p }
     }
 
     /// What a recipe's engine would be, with these sizes.
@@ -160,6 +162,9 @@ pub fn rollout(
     };
     let progress = Progress::stderr();
     progress.line(&memory_line(&budget, longest));
+    if let Some(max_support) = options.sampling().max_support(config.vocab_size) {
+        progress.line(&support_line(budget.support_bytes(options.max_new_tokens, max_support)));
+    }
 
     let engine = Engine::new(engine, config, &checkpoint, PolicyVersion(0))?;
     let sampling_began = Instant::now();

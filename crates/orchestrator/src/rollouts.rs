@@ -185,6 +185,7 @@ impl<'a> Rollouts<'a> {
                 let record = RecordView {
                     text: Some(&text),
                     reward: self.judge(sample, &text),
+                    sampling: Some(self.options.sampling),
                     ..RecordView::new(&view, &sample.turns, header)
                 };
                 out.write(|mut out| r3_file::write(&record, &mut out))?;

@@ -28,7 +28,7 @@ use r3_train::trainer::{Stage, StepStats, Trainer};
 use crate::error::{RunError, io_at};
 use crate::group_buffer::{GroupBuffer, check_layers, groups};
 use crate::handle::{Refitted, WorkerHandle};
-use crate::memory::memory_line;
+use crate::memory::{memory_line, support_line};
 use crate::pending_file;
 use crate::prompts::Prompts;
 use crate::record::{StepReport, Timings, set_evaluation, set_model};
@@ -418,8 +418,7 @@ fn announce(telemetry: &Telemetry, out: &Path, sizes: &Sizes, plan: &TrainingPla
             .line(&format!("reference policy: {} of weights beside the trainer's", Bytes(bytes)));
     }
     if let Some(bytes) = sizes.support_bytes {
-        let most = format!("truncated sampling: up to {} of kept tokens beside the KV memory", Bytes(bytes));
-        telemetry.progress().line(&most);
+        telemetry.progress().line(&support_line(bytes));
     }
     if !plan.is_whole() {
         telemetry.progress().line(&plan.line());

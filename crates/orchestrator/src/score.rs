@@ -2,14 +2,17 @@
 
 use r3_core::ids::{PolicyVersion, TokenId};
 use r3_core::routes::{RouteDims, RouteError, RouteRows, RouteView, write_ids};
+use r3_core::support::SupportRows;
 use r3_engine::config::EngineConfig;
 use r3_engine::engine::Engine;
 use r3_engine::error::EngineError;
+use r3_engine::score::{Scored, ToScore, check_support};
 use r3_kernels::gemm::Dtype;
+use r3_kernels::lm_head::kept::Kept;
 use r3_kernels::numerics::Numerics;
 use r3_kernels::route_record::RouteRecord;
 use r3_kernels::router::Routing;
-use r3_model::autograd::{Packed, Policy};
+use r3_model::autograd::{Packed, Policy, Precision, Scored as ScoredUnder};
 use r3_model::checkpoint::Checkpoint;
 use r3_model::config::ModelConfig;
 use r3_model::error::ModelError;
@@ -30,12 +33,19 @@ pub struct ScoreInput {
     /// `[L]`: which of the model's layers the experts are of; the model's MoE layers, if it is said.
     #[serde(default)]
     pub layer_ids: Option<Vec<u32>>,
+    /// Divides the logits; 1 if it is not said.
+    #[serde(default)]
+    pub temperature: Option<f32>,
+    /// Ids, ascending, that each of the last tokens is scored over, at most `T - 1` lists; an empty one is all of the
+    /// vocabulary, as it is for tokens without a list.
+    #[serde(default)]
+    pub supports: Option<Vec<Vec<u32>>>,
 }
 
 /// One line of output.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ScoreOutput {
-    /// `[T - 1]` nats, of tokens 1 on, at temperature 1.
+    /// `[T - 1]` nats, of tokens 1 on, under the distribution that the input asks for.
     pub logprobs: Vec<f32>,
     /// `[T - 1][L][K]`: the experts taken, in router order.
     pub routed_experts: Vec<Vec<Vec<u16>>>,
@@ -89,19 +99,20 @@ impl Scorer {
         Ok(Self::Engine(Box::new(Engine::new(config, model, checkpoint, PolicyVersion(0))?)))
     }
 
-    /// The trainer, in f32.
+    /// The trainer, whose products are of `dtype`.
     ///
     /// # Errors
     /// If the weights cannot be loaded.
-    pub fn trainer(checkpoint: &Checkpoint) -> Result<Self, RunError> {
-        Ok(Self::Trainer(Box::new(Policy::load(checkpoint, checkpoint.config())?)))
+    pub fn trainer(checkpoint: &Checkpoint, dtype: Dtype) -> Result<Self, RunError> {
+        let policy = Policy::load(checkpoint, checkpoint.config())?;
+        Ok(Self::Trainer(Box::new(policy.with_precision(Precision { dtype, recompute: false }))))
     }
 
     /// Scores one sequence.
     ///
     /// # Errors
-    /// If there are fewer than two tokens, a token is outside the vocabulary, the sequence is too long, or the routes
-    /// break their contract.
+    /// If there are fewer than two tokens, a token is outside the vocabulary, the sequence is too long, nothing can be
+    /// divided by the temperature, or routes or supports break their contract.
     pub fn score(&mut self, input: &ScoreInput) -> Result<ScoreOutput, RunError> {
         let tokens: Vec<TokenId> = input.tokens.iter().copied().map(TokenId).collect();
         if tokens.len() < 2 {
@@ -121,12 +132,16 @@ impl Scorer {
         if let Some(view) = view {
             view.check(tokens.len() - 1).map_err(EngineError::ReplayRoutes)?;
         }
-        let (logprobs, live) = match self {
-            Self::Engine(engine) => {
-                let scored = engine.score(&tokens, view)?;
-                (scored.logprobs, scored.live_routes)
-            }
-            Self::Trainer(policy) => score_trainer(policy, &tokens, view)?,
+        let support = input.supports.as_deref().map(support_rows);
+        let support = support.as_ref().map(SupportRows::view);
+        if let Some(support) = support {
+            check_support(support, &tokens, model.vocab_size)?;
+        }
+        let temperature = divisor(input.temperature)?;
+        let sequence = ToScore { tokens: &tokens, routes: view, temperature, support };
+        let Scored { logprobs, live_routes: live } = match self {
+            Self::Engine(engine) => engine.score(&sequence)?,
+            Self::Trainer(policy) => score_trainer(policy, &sequence)?,
         };
         Ok(ScoreOutput {
             logprobs,
@@ -145,11 +160,21 @@ fn check_tokens(tokens: &[TokenId], model: &ModelConfig) -> Result<(), ModelErro
     check_vocabulary(tokens, vocab_size)
 }
 
-fn score_trainer(
-    policy: &mut Policy,
-    tokens: &[TokenId],
-    replayed: Option<RouteView<'_>>,
-) -> Result<(Vec<f32>, RouteRows), RunError> {
+/// What logits can be divided by: not by what overflows when it is inverted.
+fn divisor(temperature: Option<f32>) -> Result<f32, EngineError> {
+    let temperature = temperature.unwrap_or(1.0);
+    let divides = temperature > 0.0 && temperature.is_finite() && temperature.recip().is_finite();
+    if divides { Ok(temperature) } else { Err(EngineError::Temperature { temperature }) }
+}
+
+fn support_rows(supports: &[Vec<u32>]) -> SupportRows {
+    let mut rows = SupportRows::default();
+    supports.iter().for_each(|support| rows.push(support));
+    rows
+}
+
+fn score_trainer(policy: &mut Policy, sequence: &ToScore<'_>) -> Result<Scored, RunError> {
+    let ToScore { tokens, routes: replayed, temperature, .. } = *sequence;
     let dims = policy.config().route_dims();
     let n_inputs = tokens.len() - 1;
     let ids = replayed.map(layer_major);
@@ -161,11 +186,13 @@ fn score_trainer(
     };
     let packed =
         Packed { tokens: &tokens[..n_inputs], targets: &tokens[1..], lengths: &[n_inputs], shared: &[] };
-    let output = policy.logprobs(&packed, &mut routing, 1.0)?;
+    let kept = sequence.kept();
+    let kept = kept.as_ref().map(|(sizes, ids)| Kept { sizes, ids });
+    let output = policy.logprobs_of(&packed, &mut routing, ScoredUnder { temperature, kept })?;
     let logprobs = output.logprobs.to_vec1::<f32>().map_err(ModelError::from)?;
     let mut rows = RouteRows::with_capacity(dims, n_inputs);
     rows.append(live.rows());
-    Ok((logprobs, rows))
+    Ok(Scored { logprobs, live_routes: rows })
 }
 
 /// `[rows, L, K]` to `[L, rows, K]`.

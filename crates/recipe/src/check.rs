@@ -35,6 +35,12 @@ pub enum Limit {
 }
 
 impl Limit {
+    /// Of `rollout.top_p`.
+    pub const TOP_P: Self = Self::PositiveShare;
+    /// Of `rollout.sample_top_k`.
+    pub const SAMPLE_TOP_K: Self = Self::Count(0);
+    /// Of `rollout.min_p`.
+    pub const MIN_P: Self = Self::BelowOne;
     /// More than any count in a recipe needs to be, and so little that a product of two cannot overflow.
     pub const MAX_COUNT: u32 = 1 << 24;
 
@@ -52,6 +58,24 @@ impl Limit {
             Self::BelowOne => (0.0..1.0).contains(&value),
             Self::AboveOne => single > 1.0 && single.is_finite(),
             Self::OneOrMore => single >= 1.0 && single.is_finite(),
+        }
+    }
+
+    /// What must stand instead of `value`, which is beyond the limit, such as `at least 0`.
+    #[must_use]
+    pub fn instead_of(self, value: f64) -> String {
+        match self {
+            Self::Count(from) if value < f64::from(from) => format!("at least {from}"),
+            Self::Count(_) => format!("at most {}", Self::MAX_COUNT),
+            Self::UpTo(to) => format!("from 1 to {to}"),
+            Self::Positive if value <= 0.0 => "above 0".into(),
+            Self::NotNegative if value < 0.0 => "at least 0".into(),
+            Self::Positive | Self::NotNegative => "in the range of f32, 1e-45 to 3e38".into(),
+            Self::Share => "from 0 to 1".into(),
+            Self::PositiveShare => "above 0 and at most 1".into(),
+            Self::BelowOne => "at least 0 and below 1".into(),
+            Self::AboveOne => "above 1".into(),
+            Self::OneOrMore => "at least 1".into(),
         }
     }
 }
@@ -72,20 +96,7 @@ pub struct Bound {
 impl fmt::Display for Bound {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { path, value, limit, .. } = self;
-        write!(f, "`{path}` is {}, but must be ", plain(*value))?;
-        match limit {
-            Limit::Count(from) if *value < f64::from(*from) => write!(f, "at least {from}"),
-            Limit::Count(_) => write!(f, "at most {}", Limit::MAX_COUNT),
-            Limit::UpTo(to) => write!(f, "from 1 to {to}"),
-            Limit::Positive if *value <= 0.0 => f.write_str("above 0"),
-            Limit::NotNegative if *value < 0.0 => f.write_str("at least 0"),
-            Limit::Positive | Limit::NotNegative => f.write_str("in the range of f32, 1e-45 to 3e38"),
-            Limit::Share => f.write_str("from 0 to 1"),
-            Limit::PositiveShare => f.write_str("above 0 and at most 1"),
-            Limit::BelowOne => f.write_str("at least 0 and below 1"),
-            Limit::AboveOne => f.write_str("above 1"),
-            Limit::OneOrMore => f.write_str("at least 1"),
-        }
+        write!(f, "`{path}` is {}, but must be {}", plain(*value), limit.instead_of(*value))
     }
 }
 
@@ -460,9 +471,9 @@ fn check_rollout(rollout: &Rollout) -> Result<(), Rule> {
     within("rollout.max_new_tokens", rollout.max_new_tokens, Limit::Count(1), "16")?;
     within("rollout.temperature", rollout.temperature, Limit::Positive, "1.0")?;
     within("rollout.over_sampling_groups", rollout.over_sampling_groups, Limit::Count(0), "0")?;
-    within("rollout.top_p", rollout.top_p, Limit::PositiveShare, "1.0")?;
-    within("rollout.min_p", rollout.min_p, Limit::BelowOne, "0")?;
-    within("rollout.sample_top_k", rollout.sample_top_k, Limit::Count(0), "0")?;
+    within("rollout.top_p", rollout.top_p, Limit::TOP_P, "1.0")?;
+    within("rollout.min_p", rollout.min_p, Limit::MIN_P, "0")?;
+    within("rollout.sample_top_k", rollout.sample_top_k, Limit::SAMPLE_TOP_K, "0")?;
     if rollout.sample_top_k > 0 {
         return Ok(());
     }

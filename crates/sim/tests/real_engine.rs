@@ -12,6 +12,7 @@ use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::error::EngineError;
 use r3_engine::resume::Continuation;
 use r3_engine::sampler::Sampling;
+use r3_engine::score::ToScore;
 use r3_kernels::gemm::Dtype;
 use r3_kernels::numerics::Numerics;
 use r3_model::checkpoint::Checkpoint;
@@ -313,8 +314,11 @@ impl Subject for RealEngine<'_> {
         reference.tick().unwrap();
         let prefilled = reference.take_finished().unwrap();
         assert_eq!(prefilled.finish, FinishReason::Length);
-        let logprobs =
-            if tokens.len() > 1 { reference.score(tokens, None).unwrap().logprobs } else { Vec::new() };
+        let logprobs = if tokens.len() > 1 {
+            reference.score(&ToScore::new(tokens)).unwrap().logprobs
+        } else {
+            Vec::new()
+        };
         Prefill { rows: prefilled.routes, logprobs }
     }
 }

@@ -20,7 +20,7 @@ use crate::check::Sample;
 use crate::error::{Fault, WireError, quoted};
 use crate::layout::Layout;
 use crate::model::checked_dims;
-use crate::record::{Record, RecordView, Routes, RoutesView};
+use crate::record::{Record, RecordView, Routes, RoutesView, SamplingParams};
 use crate::vllm::decode;
 
 /// What `"r3"` says at the start of a line.
@@ -73,6 +73,8 @@ struct Line<'a> {
     logprobs: Option<&'a [f32]>,
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "write_versions")]
     versions: Option<&'a [PolicyVersion]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sampling: Option<SamplingParams>,
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "write_supports")]
     supports: Option<SupportView<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -113,6 +115,7 @@ impl<'a> Line<'a> {
             tokens: record.tokens,
             logprobs: record.rollout_logprobs,
             versions: record.versions,
+            sampling: record.sampling,
             supports: record.support.filter(|support| !support.ids().is_empty()),
             routed_experts: record.routes.map(|routes| RoutesLine::new(&routes, record.tokens)),
         }
@@ -236,6 +239,7 @@ struct LineIn {
     tokens: Option<Vec<u32>>,
     logprobs: Option<Vec<f32>>,
     versions: Option<Vec<u64>>,
+    sampling: Option<SamplingParams>,
     supports: Option<Vec<Vec<u32>>>,
     routed_experts: Option<RoutesIn>,
 }
@@ -282,6 +286,7 @@ pub fn read(line: &[u8], number: usize) -> Result<Record, WireError> {
         turns: line.turns.into_iter().map(|[start, end]| start..end).collect(),
         rollout_logprobs: line.logprobs,
         versions: line.versions.map(|versions| versions.into_iter().map(PolicyVersion).collect()),
+        sampling: line.sampling,
         support: line.supports.map(|supports| support_rows(&supports)),
         reward: line.reward.map(|score| score.map_or(Reward::Failed, Reward::Score)),
         text: line.text,
@@ -334,6 +339,11 @@ fn check_lengths(record: &Record, sample: &Sample) -> Result<(), WireError> {
     if let Some(score) = record.reward.and_then(Reward::score).filter(|score| !score.is_finite()) {
         let (found, needed) = (score.to_string(), "a finite number, or null if it failed");
         return Err(sample.refuse(Fault::Key { key: "reward", found, needed }));
+    }
+    if let Some(sampling) = record.sampling.filter(|sampling| !sampling.is_valid()) {
+        let found = quoted(&serde_json::to_string(&sampling).unwrap_or_default());
+        let needed = "a temperature of 0 or more, top_p and min_p from 0 to 1";
+        return Err(sample.refuse(Fault::Key { key: "sampling", found, needed }));
     }
     let mut free_from = first;
     for (turn, &Range { start, end }) in record.turns.iter().enumerate() {

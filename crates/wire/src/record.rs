@@ -6,6 +6,7 @@ use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::rollout::{FinishReason, Reward, RolloutView};
 use r3_core::routes::{RouteRows, RouteView};
 use r3_core::support::{SupportRows, SupportView};
+use serde::{Deserialize, Serialize};
 
 use crate::array::check_dims;
 use crate::check::Sample;
@@ -34,6 +35,8 @@ pub struct RecordView<'a> {
     pub rollout_logprobs: Option<&'a [f32]>,
     /// `[N]`: the policy version that sampled each token.
     pub versions: Option<&'a [PolicyVersion]>,
+    /// How tokens were drawn.
+    pub sampling: Option<SamplingParams>,
     /// `[N]` rows: the tokens that each token was drawn from, if draws were truncated.
     pub support: Option<SupportView<'a>>,
     /// What the completion earned, if it was scored.
@@ -42,6 +45,47 @@ pub struct RecordView<'a> {
     pub text: Option<&'a str>,
     /// The routes; `None` if replay is off.
     pub routes: Option<RoutesView<'a>>,
+}
+
+/// How the tokens of a rollout were drawn: what the logprobs are of. Cuts are made in the order of the fields.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SamplingParams {
+    /// Divides the logits; at 0 the most likely token was taken, whose logprob is that at 1.
+    pub temperature: f32,
+    /// Most likely tokens that were kept; 0 for all.
+    #[serde(default)]
+    pub sample_top_k: usize,
+    /// Share of the probability that the most likely of those held; 1 for all.
+    #[serde(default = "whole")]
+    pub top_p: f32,
+    /// Tokens were kept that were at least this many times as likely as the most likely one; 0 for all.
+    #[serde(default)]
+    pub min_p: f32,
+}
+
+fn whole() -> f32 {
+    1.0
+}
+
+impl SamplingParams {
+    /// Whether tokens were drawn from a part of the vocabulary: then each comes with what it was drawn from.
+    #[must_use]
+    pub fn truncates(&self) -> bool {
+        self.temperature > 0.0 && (self.sample_top_k > 0 || self.top_p < 1.0 || self.min_p > 0.0)
+    }
+
+    /// What the logits were divided by for the logprobs.
+    #[must_use]
+    pub fn divisor(&self) -> f32 {
+        if self.temperature == 0.0 { 1.0 } else { self.temperature }
+    }
+
+    /// Whether each number is one that tokens can be drawn by.
+    pub(crate) fn is_valid(&self) -> bool {
+        let divides =
+            self.divisor() > 0.0 && self.divisor().is_finite() && self.divisor().recip().is_finite();
+        divides && [self.top_p, self.min_p].iter().all(|share| (0.0..=1.0).contains(share))
+    }
 }
 
 /// The routes of a rollout and the header they travel under, borrowed.
@@ -68,7 +112,7 @@ pub struct RoutesHeader<'a> {
 
 impl<'a> RecordView<'a> {
     /// The record of a rollout that sampled the positions of `turns`. `header` is of the rollout's routes, if it has
-    /// any, which then are rows from `header.start` on. Reward and text are left out: fill them in.
+    /// any, which then are rows from `header.start` on. Sampling, reward and text are left out: fill them in.
     #[must_use]
     pub fn new(rollout: &RolloutView<'a>, turns: &'a [Range<usize>], header: RoutesHeader<'a>) -> Self {
         Self {
@@ -81,6 +125,7 @@ impl<'a> RecordView<'a> {
             turns,
             rollout_logprobs: Some(rollout.rollout_logprobs),
             versions: Some(rollout.versions),
+            sampling: None,
             support: rollout.support,
             reward: None,
             text: None,
@@ -102,6 +147,7 @@ pub struct Record {
     pub turns: Vec<Range<usize>>,
     pub rollout_logprobs: Option<Vec<f32>>,
     pub versions: Option<Vec<PolicyVersion>>,
+    pub sampling: Option<SamplingParams>,
     pub support: Option<SupportRows>,
     pub reward: Option<Reward>,
     pub text: Option<String>,
@@ -165,6 +211,7 @@ impl Record {
             turns: Vec::new(),
             rollout_logprobs: None,
             versions: None,
+            sampling: None,
             support: None,
             reward: None,
             text: None,
@@ -185,6 +232,7 @@ impl Record {
             turns: &self.turns,
             rollout_logprobs: self.rollout_logprobs.as_deref(),
             versions: self.versions.as_deref(),
+            sampling: self.sampling,
             support: self.support.as_ref().map(SupportRows::view),
             reward: self.reward,
             text: self.text.as_deref(),

@@ -58,6 +58,27 @@ fn supports_that_contradict_their_tokens_are_refused() {
 }
 
 #[test]
+fn numbers_that_no_token_can_be_drawn_by_are_refused() {
+    let with = |sampling: Value| json!({ "sampling": sampling });
+    let least =
+        line(&with(json!({ "temperature": 0.5, "by_a_later_version": 1 }))).unwrap().sampling.unwrap();
+    assert_eq!((least.temperature, least.sample_top_k, least.top_p, least.min_p), (0.5, 0, 1.0, 0.0));
+    let greedy = line(&with(json!({ "temperature": 0, "top_p": 0.5 }))).unwrap().sampling.unwrap();
+    assert_eq!((greedy.divisor(), greedy.truncates()), (1.0, false));
+    for broken in [
+        json!({ "temperature": -1 }),
+        json!({ "temperature": 1e-40 }),
+        json!({ "temperature": 1e300 }),
+        json!({ "temperature": 1, "top_p": -0.1 }),
+        json!({ "temperature": 1, "top_p": 1.5 }),
+        json!({ "temperature": 1, "min_p": 1.5 }),
+        json!({ "temperature": 1, "min_p": -0.5 }),
+    ] {
+        assert!(matches!(fault(&with(broken.clone())), Fault::Key { key: "sampling", .. }), "{broken}");
+    }
+}
+
+#[test]
 fn a_start_that_no_position_can_be_is_refused() {
     let at = |start: usize| {
         let routes = json!({ "rows": 1, "start": start, "layer_ids": [0], "top_k": 1, "n_experts": 4,

@@ -15,7 +15,7 @@ use r3_wire::error::{Fault, WireError};
 use r3_wire::layout::Layout;
 use r3_wire::model::ModelShape;
 use r3_wire::r3_file::{self, Records};
-use r3_wire::record::{Record, Routes};
+use r3_wire::record::{Record, Routes, SamplingParams};
 use r3_wire::{nemo_rl, prime_rl, sglang, vllm};
 
 const FOREIGN: [Layout; 5] = [Layout::Vllm, Layout::Atom, Layout::Sglang, Layout::NemoRl, Layout::PrimeRl];
@@ -58,6 +58,10 @@ fn rows(model: &ModelShape, n_rows: usize, draws: &[u16]) -> RouteRows {
     rows
 }
 
+const SAMPLING: SamplingParams = SamplingParams { temperature: 0.7, sample_top_k: 0, top_p: 1.0, min_p: 0.0 };
+
+const TRUNCATED: SamplingParams = SamplingParams { sample_top_k: 40, top_p: 0.9, min_p: 1e-3, ..SAMPLING };
+
 /// A truncated rollout's: of each token but the fourth, which was given. `None` of no tokens.
 fn supports(sampled: &[TokenId]) -> Option<SupportRows> {
     let mut supports = SupportRows::default();
@@ -96,6 +100,7 @@ fn rollouts(max_start: usize) -> impl Strategy<Value = (ModelShape, Record)> {
                 cached_tokens: prompt_tokens / 2,
                 turns,
                 rollout_logprobs: Some((0..sampled).map(|n| -0.1 * n as f32).collect()),
+                sampling: [None, Some(SAMPLING), Some(TRUNCATED)][usize::from(draws[3] % 3)],
                 versions: Some((0..sampled as u64).map(PolicyVersion).collect()),
                 reward: [None, Some(Reward::Failed), Some(Reward::Score(0.3))][start % 3],
                 text: Some("\"2 + 2\"\n".into()).filter(|_| start % 2 == 0),

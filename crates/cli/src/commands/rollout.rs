@@ -7,7 +7,9 @@ use r3_kernels::gemm::Dtype;
 use r3_orchestrator::out_file::OutFile;
 use r3_orchestrator::rollout::{PromptSource, RolloutOptions, rollout};
 use r3_recipe::bytes::Bytes;
+use r3_recipe::check::Limit;
 use r3_recipe::recipe::Recipe;
+use r3_wire::record::SamplingParams;
 
 use crate::args::DtypeArg;
 use crate::error::CliError;
@@ -49,6 +51,15 @@ pub(crate) struct Args {
     /// Divides the logits; 0 takes the most likely token
     #[arg(long, value_name = "T", default_value_t = 1.0, value_parser = temperature)]
     temperature: f32,
+    /// Draws from the fewest most likely tokens that hold this much of what --top-k left; 1 takes all of them
+    #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = top_p, allow_negative_numbers = true)]
+    top_p: f32,
+    /// Draws from this many most likely tokens; 0 takes all of them. Below 1, --top-p needs it, and so does --min-p above 0
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = top_k, allow_negative_numbers = true)]
+    top_k: usize,
+    /// Draws from tokens at least this many times as likely as the most likely one; 0 takes all of them
+    #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = min_p, allow_negative_numbers = true)]
+    min_p: f32,
     /// Seed of all draws
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
@@ -77,6 +88,7 @@ impl Args {
         if self.json && self.out.as_os_str() == "-" {
             return Err(CliError::TwoOnStdout);
         }
+        self.check_support()?;
         let recipe = self.recipe.as_ref().map(|path| Recipe::load(path, &[])).transpose()?;
         let source = match (&recipe, &self.prompts) {
             (Some(loaded), _) => PromptSource::Task(&loaded.recipe.task),
@@ -93,12 +105,28 @@ impl Args {
         Ok(())
     }
 
+    /// As in a recipe, who cuts by probability says how many tokens a draw may keep: each is written beside its token.
+    fn check_support(&self) -> Result<(), CliError> {
+        let cuts = [("--top-p", self.top_p, 1.0), ("--min-p", self.min_p, 0.0)];
+        match cuts.into_iter().find(|(_, value, whole)| value != whole) {
+            Some((flag, value, whole)) if self.top_k == 0 => {
+                Err(CliError::UnboundedSupport { flag, value, whole })
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn options(&self) -> RolloutOptions {
         RolloutOptions {
             limit: self.limit.map(|limit| limit as usize),
             group_size: self.group_size,
             max_new_tokens: self.max_new_tokens as usize,
-            temperature: self.temperature,
+            sampling: SamplingParams {
+                temperature: self.temperature,
+                sample_top_k: self.top_k,
+                top_p: self.top_p,
+                min_p: self.min_p,
+            },
             seed: self.seed,
             dtype: Dtype::from(self.dtype),
             kv_bytes: self.kv_memory.0,
@@ -106,6 +134,27 @@ impl Args {
             routes_start: self.return_routed_experts.then_some(self.routed_experts_start_len),
         }
     }
+}
+
+fn top_p(text: &str) -> Result<f32, String> {
+    within(text, Limit::TOP_P)
+}
+
+fn min_p(text: &str) -> Result<f32, String> {
+    within(text, Limit::MIN_P)
+}
+
+fn top_k(text: &str) -> Result<usize, String> {
+    let value: i64 = text.parse().map_err(|_| "not a whole number".to_owned())?;
+    let within = usize::try_from(value).ok().filter(|_| Limit::SAMPLE_TOP_K.holds(value as f64));
+    within.ok_or_else(|| format!("must be {}", Limit::SAMPLE_TOP_K.instead_of(value as f64)))
+}
+
+/// A number within the limit that a recipe's has.
+#[expect(clippy::cast_possible_truncation, reason = "sampling works in f32")]
+fn within(text: &str, limit: Limit) -> Result<f32, String> {
+    let value: f64 = text.parse().map_err(|_| "not a number".to_owned())?;
+    if limit.holds(value) { Ok(value as f32) } else { Err(format!("must be {}", limit.instead_of(value))) }
 }
 
 fn temperature(text: &str) -> Result<f32, String> {

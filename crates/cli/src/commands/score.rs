@@ -17,11 +17,12 @@ use crate::output;
 /// Print the logprobs and expert routes of given tokens: the same-weight check
 ///
 /// For each line {"tokens": [...]} of T tokens it prints a line {"logprobs": [...], "routed_experts": [...],
-/// "layer_ids": [...]}: T - 1 logprobs, of tokens 1 on, in nats at temperature 1, and T - 1 rows of routes, one list of
-/// experts, in router order, for each MoE layer. Given "routed_experts" as well, it replays them, and adds
-/// "live_differs": where the router would have chosen otherwise. docs/json.md explains every key.
+/// "layer_ids": [...]}: T - 1 logprobs, of tokens 1 on, in nats, at temperature 1 unless a "temperature" is given, and T -
+/// 1 rows of routes, one list of experts, in router order, for each MoE layer. Given "routed_experts" as well, it replays
+/// them, and adds "live_differs": where the router would have chosen otherwise. docs/json.md explains every key.
 ///
-/// Lines may also be those that `r3 rollout` wrote: in f32 their own logprobs come out again, to the bit.
+/// Lines may also be those that `r3 rollout` wrote: they are scored under the distribution that their tokens were drawn
+/// from, and in the same format their own logprobs come out again, to the bit.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// A Hugging Face directory, a checkpoint, or a run, whose newest checkpoint is taken
@@ -32,7 +33,7 @@ pub(crate) struct Args {
     /// Which of the two forward passes scores
     #[arg(long, value_enum, default_value_t = Side::Engine)]
     side: Side,
-    /// Format of weights, keys and values; the trainer side knows f32 only
+    /// Format of weights, keys and values; of the trainer side, what products round to
     #[arg(long, value_enum, default_value_t = DtypeArg::F32)]
     dtype: DtypeArg,
     /// Longest sequence the engine side makes room for
@@ -51,14 +52,11 @@ enum Side {
 impl Args {
     pub(crate) fn execute(&self) -> Result<(), CliError> {
         let dtype = Dtype::from(self.dtype);
-        if self.side == Side::Trainer && dtype != Dtype::F32 {
-            return Err(CliError::TrainerDtype);
-        }
         let input = Input::open(&self.input)?;
         let checkpoint = model_dir::open(&self.model)?;
         let mut scorer = match self.side {
             Side::Engine => Scorer::engine(&checkpoint, dtype, self.max_tokens)?,
-            Side::Trainer => Scorer::trainer(&checkpoint)?,
+            Side::Trainer => Scorer::trainer(&checkpoint, dtype)?,
         };
         for line in input {
             let (line, sequence) = line?;
