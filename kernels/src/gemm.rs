@@ -11,10 +11,10 @@
 use std::fmt;
 use std::ops::Range;
 
+use crate::cast::{round_rows, unpair};
 use crate::parallel::{self, Disjoint};
 use crate::scratch::Scratch;
 
-pub(crate) mod bf16;
 pub(crate) mod gradient;
 mod kernel;
 pub mod linear;
@@ -111,7 +111,7 @@ impl PackedMatrix {
             }
             Panels::Bf16(lines) => {
                 for (out, line) in out.chunks_mut(2).zip(&lines[panel * self.k.div_ceil(2)..]) {
-                    for (out, half) in out.iter_mut().zip(bf16::unpair(line.0[lane])) {
+                    for (out, half) in out.iter_mut().zip(unpair(line.0[lane])) {
                         *out = half;
                     }
                 }
@@ -253,17 +253,6 @@ pub(crate) fn rows_in<'a>(
         }
     }
 }
-
-/// Rounds `x` `[T, k]` to bf16 pairs `[T, k/2]`, an odd last element paired with zero.
-pub(crate) fn round_rows(x: &[f32], k: usize, rounded: &mut [u32]) {
-    let depth = k.div_ceil(2);
-    parallel::for_rows(rounded, depth, ROUND_WORK * k, |first, rounded| {
-        bf16::round_rows(&x[first * k..][..rounded.len() / depth * k], k, rounded);
-    });
-}
-
-/// Multiply-adds that rounding an element costs, about.
-const ROUND_WORK: usize = 8;
 
 /// A product whose activations are in the matrix's dtype.
 #[derive(Clone, Copy)]

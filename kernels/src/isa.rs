@@ -27,6 +27,8 @@
 //!
 //! Bits may differ between instruction sets, never between two calls on one machine.
 
+use crate::cast::unpair;
+
 /// An instruction set, as a type. Its methods may only run where [`level`] says it exists: [`multiversion!`] sees
 /// to that; tests that name an implementer ask [`level`] first.
 ///
@@ -187,7 +189,7 @@ impl Lanes for [f32; 16] {
 
     #[inline(always)]
     fn widen(pairs: &[u32; 16]) -> (Self, Self) {
-        (pairs.map(|pair| f32::from_bits(pair << 16)), pairs.map(|pair| f32::from_bits(pair & 0xffff_0000)))
+        (pairs.map(|pair| unpair(pair)[0]), pairs.map(|pair| unpair(pair)[1]))
     }
 }
 

@@ -16,6 +16,7 @@
 
 pub mod adamw;
 pub mod attention;
+pub mod cast;
 pub mod draw;
 pub mod experts;
 pub mod gemm;

@@ -1,7 +1,7 @@
 //! The gated activation of an expert: `silu(gate) * up` (SwiGLU, arXiv 2002.05202).
 
+use crate::cast::round_rows_body;
 use crate::exp::exp;
-use crate::gemm::bf16::round_rows_body;
 use crate::isa::{Isa, multiversion};
 use crate::parallel;
 
@@ -161,7 +161,7 @@ mod tests {
             let gate_up = scaled(n_rows * 2 * inter, 8.0);
             let (mut act, mut expected) = (vec![0.0; n_rows * inter], vec![0; n_rows * inter.div_ceil(2)]);
             silu_mul(&gate_up, inter, &mut act);
-            crate::gemm::bf16::round_rows(&act, inter, &mut expected);
+            crate::cast::round_rows(&act, inter, &mut expected);
             let mut rounded = vec![u32::MAX; expected.len()];
             rounded_silu_mul_rows(&gate_up, inter, &mut rounded);
             assert_eq!(rounded, expected, "[{n_rows}, {inter}]");

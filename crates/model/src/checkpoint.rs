@@ -6,13 +6,16 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use half::{bf16, f16};
+use r3_kernels::cast::{widen_bf16, widen_f16};
 use safetensors::tensor::{Dtype as StoredDtype, Metadata};
 use serde_json::Value;
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::source::{TensorSource, canonical_tensors, check_finite};
+
+/// Bytes read at once: they stay in a cache until they are cast.
+const READ_BYTES: usize = 1 << 16;
 
 /// A directory whose tensors have been matched, by name and shape, with its `config.json`.
 ///
@@ -167,21 +170,30 @@ impl Checkpoint {
     fn read_stored(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
         let stored = &self.stored[name];
         let (path, file) = &self.files[stored.file];
-        let mut bytes = vec![0; stored.bytes];
-        file.read_exact_at(&mut bytes, stored.offset)
-            .map_err(|source| ModelError::Read { path: path.clone(), source })?;
         let first = out.len();
-        match stored.dtype {
-            StoredDtype::F32 => {
-                out.extend(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
-            }
-            StoredDtype::BF16 => {
-                out.extend(bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()));
-            }
-            _ => out.extend(bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32())),
+        out.reserve(stored.shape.iter().product());
+        let mut read = vec![0; READ_BYTES.min(stored.bytes)];
+        for offset in (0..stored.bytes).step_by(READ_BYTES) {
+            let bytes = &mut read[..READ_BYTES.min(stored.bytes - offset)];
+            file.read_exact_at(bytes, stored.offset + offset as u64)
+                .map_err(|source| ModelError::Read { path: path.clone(), source })?;
+            append(stored.dtype, bytes, out);
         }
         check_finite(name, &out[first..])
     }
+}
+
+/// Appends the numbers of `bytes`, little-endian.
+fn append(dtype: StoredDtype, bytes: &[u8], out: &mut Vec<f32>) {
+    let cast = match dtype {
+        StoredDtype::BF16 => widen_bf16,
+        StoredDtype::F16 => widen_f16,
+        _ => return out.extend(bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes))),
+    };
+    let narrow = bytes.as_chunks().0;
+    let first = out.len();
+    out.resize(first + narrow.len(), 0.0);
+    cast(narrow, &mut out[first..]);
 }
 
 impl TensorSource for Checkpoint {
@@ -401,6 +413,29 @@ mod tests {
             let mut found = vec![7.0];
             Checkpoint::open(dir.path()).unwrap().read("model.norm.weight", &mut found).unwrap();
             assert_eq!(found, [expected; 8], "{dtype:?}");
+        }
+    }
+
+    #[test]
+    fn a_tensor_of_several_reads_is_read_whole() {
+        const { assert!(9001 * 8 * 2 > 2 * READ_BYTES && !(9001_usize * 8 * 2).is_multiple_of(READ_BYTES)) };
+        let config = config_with(json!({ "vocab_size": 9001 }));
+        let name = "model.embed_tokens.weight";
+        let numbers: Vec<u16> = (0..9001 * 8).map(|i: u32| (i * 7 % 0x7bff) as u16).collect();
+        let bf16s: Vec<f32> = numbers.iter().map(|&bits| half::bf16::from_bits(bits).to_f32()).collect();
+        let f16s: Vec<f32> = numbers.iter().map(|&bits| half::f16::from_bits(bits).to_f32()).collect();
+        let narrow: Vec<u8> = numbers.iter().flat_map(|bits| bits.to_le_bytes()).collect();
+        let wide: Vec<u8> = bf16s.iter().flat_map(|value| value.to_le_bytes()).collect();
+        for (dtype, bytes, expected) in [
+            (StoredDtype::BF16, narrow.clone(), &bf16s),
+            (StoredDtype::F16, narrow, &f16s),
+            (StoredDtype::F32, wide, &bf16s),
+        ] {
+            let mut changed = tensors(&config);
+            changed.insert(name.into(), (dtype, vec![9001, 8], bytes));
+            let mut found = Vec::new();
+            Checkpoint::open(write(&config, &changed).path()).unwrap().read(name, &mut found).unwrap();
+            assert!(found == *expected, "{dtype:?}");
         }
     }
 

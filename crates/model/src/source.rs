@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use r3_kernels::cast::narrow_bf16;
 use r3_kernels::experts::Experts;
 use r3_kernels::gemm::{Dtype, PackedMatrix};
 use xxhash_rust::xxh3::Xxh3;
@@ -132,7 +133,9 @@ pub(crate) fn append_bytes(values: &[f32], dtype: Dtype, bytes: &mut Vec<u8>) {
     match dtype {
         Dtype::F32 => bytes.extend(values.iter().flat_map(|value| value.to_le_bytes())),
         Dtype::Bf16 => {
-            bytes.extend(values.iter().flat_map(|value| half::bf16::from_f32(*value).to_le_bytes()))
+            let start = bytes.len();
+            bytes.resize(start + 2 * values.len(), 0);
+            narrow_bf16(values, bytes[start..].as_chunks_mut().0);
         }
     }
 }
@@ -153,10 +156,12 @@ pub fn model_hash(hashes: &[TensorHash]) -> u64 {
 /// # Errors
 /// The first such element.
 pub fn check_finite(name: &str, values: &[f32]) -> Result<(), ModelError> {
-    match values.iter().position(|value| !value.is_finite()) {
-        None => Ok(()),
-        Some(index) => Err(ModelError::NotFinite { name: name.to_owned(), index, value: values[index] }),
+    // Without a way out the loop vectorises; which element it is, is asked only where there is one.
+    if values.iter().fold(true, |finite, value| finite & value.is_finite()) {
+        return Ok(());
     }
+    let found = values.iter().copied().enumerate().find(|(_, value)| !value.is_finite());
+    found.map_or(Ok(()), |(index, value)| Err(ModelError::NotFinite { name: name.to_owned(), index, value }))
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use half::bf16;
 
-use crate::gemm::bf16::round;
+use crate::cast::{nearest_bf16, widened_bf16};
 use crate::isa::{Isa, Lanes, prefetch};
 use crate::softmax::{exp_in_place, max};
 
@@ -40,13 +40,13 @@ impl Element for bf16 {
     /// Not `from_f32`, which does not vectorise.
     #[inline(always)]
     fn narrow(values: &[f32; LANES]) -> [Self; LANES] {
-        values.map(|value| Self::from_bits(round(value) as u16))
+        values.map(|value| Self::from_bits(nearest_bf16(value)))
     }
 
     /// Not `to_f32`, whose care for signalling NaN would keep the loop from vectorising.
     #[inline(always)]
     fn widen(values: &[Self; LANES]) -> [f32; LANES] {
-        values.map(|value| f32::from_bits(u32::from(value.to_bits()) << 16))
+        values.map(|value| widened_bf16(value.to_bits()))
     }
 }
 

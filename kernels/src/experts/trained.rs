@@ -2,8 +2,9 @@
 
 use super::dispatch::Dispatch;
 use super::{Experts, Routed};
+use crate::cast::round_rows_here;
 use crate::gemm::gradient::{Left, PlainProduct};
-use crate::gemm::{Dtype, PackedMatrix, Product, Rows, bf16};
+use crate::gemm::{Dtype, PackedMatrix, Product, Rows};
 use crate::isa::{Isa, Lanes, multiversion, sum_lanes};
 use crate::parallel::{self, Disjoint};
 use crate::scratch::Scratch;
@@ -186,7 +187,7 @@ fn multiply_here(x: &[f32], w: &PackedMatrix, y: &mut [f32]) {
     let x = match w.dtype() {
         Dtype::F32 => Rows::F32(x),
         Dtype::Bf16 => {
-            bf16::round_rows(x, w.k(), &mut rounded);
+            round_rows_here(x, w.k(), &mut rounded);
             Rows::Bf16(&rounded)
         }
     };

@@ -1,7 +1,8 @@
 //! Products of plain f32 matrices, for backward passes: the same kernels, so every element is one chain over the depth.
 
 use super::kernel::{Job, LANES, Line, TILE_ROWS, Tile, run_bf16, run_f32};
-use super::{Dtype, Grid, bf16};
+use super::{Dtype, Grid};
+use crate::cast::{pair, round_rows};
 use crate::isa::{Isa, multiversion};
 use crate::parallel::{self, Disjoint};
 use crate::scratch::{Plain, Scratch};
@@ -138,7 +139,7 @@ impl Word for u32 {
     }
 
     fn rows<'a>(values: &'a [f32], k: usize, words: &'a mut [u32]) -> &'a [u32] {
-        super::round_rows(values, k, words);
+        round_rows(values, k, words);
         words
     }
 
@@ -208,7 +209,7 @@ fn round_columns<const N: usize>(rows: &[f32], width: usize, first: usize) -> [u
     let (low, high) = (columns::<N>(low, first), columns::<N>(high, first));
     let mut words = [0; N];
     for (word, (low, high)) in words.iter_mut().zip(low.into_iter().zip(high)) {
-        *word = bf16::pair(low, high);
+        *word = pair(low, high);
     }
     words
 }

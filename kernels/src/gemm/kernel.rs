@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::bf16;
+use crate::cast::{round_rows_body, unpair};
 use crate::isa::{Isa, Lanes, multiversion, prefetch};
 use crate::parallel::Disjoint;
 use crate::scratch::Plain;
@@ -413,7 +413,7 @@ impl<I: Isa> Dot for Widened<I> {
 
     #[inline(always)]
     fn activation(word: u32) -> (I::Lanes, I::Lanes) {
-        let [low, high] = bf16::unpair(word);
+        let [low, high] = unpair(word);
         (I::Lanes::splat(low), I::Lanes::splat(high))
     }
 
@@ -449,7 +449,7 @@ fn pack_bf16_body<I: Isa>(rows: &[f32], k: usize, panel: &mut [Line<u32>]) {
     for (lane, row) in rows.chunks_exact(k).enumerate() {
         for (lines, row) in panel.chunks_mut(RUN).zip(row.chunks(2 * RUN)) {
             let mut words = [0; RUN];
-            bf16::round_rows_body::<I>(row, row.len(), &mut words[..row.len().div_ceil(2)]);
+            round_rows_body::<I>(row, row.len(), &mut words[..row.len().div_ceil(2)]);
             for (line, word) in lines.iter_mut().zip(words) {
                 line.0[lane] = word;
             }

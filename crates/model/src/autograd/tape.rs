@@ -5,9 +5,9 @@
 
 use std::sync::Arc;
 
-use half::bf16;
 use r3_core::ids::TokenId;
 use r3_kernels::attention::packed::PackedAttention;
+use r3_kernels::cast::round_to_bf16;
 use r3_kernels::experts::Routed;
 use r3_kernels::experts::trained::ExpertTrace;
 use r3_kernels::gemm::{Dtype, matmul};
@@ -238,7 +238,7 @@ impl Executor for Tape {
             row.copy_from_slice(&weight[token.index() * width..][..width]);
         }
         if self.params.dtype(table.weight) == Dtype::Bf16 {
-            out.values_mut().iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+            round_to_bf16(out.values_mut());
         }
         drop(weight);
         Ok(self.push(Op::Embed { table: table.weight, tokens: tokens.into() }, out))
