@@ -6,7 +6,7 @@
 
 use crate::draw::{Draw, draw};
 use crate::exp::exp;
-use crate::isa::{Isa, multiversion, sum_lanes};
+use crate::isa::{Isa, multiversion};
 use crate::logprob::inverse;
 use crate::scratch::Scratch;
 use crate::softmax::max;
@@ -54,30 +54,25 @@ pub fn keep(logits: &[f32], temperature: f32, cut: Truncation, kept: &mut Vec<u3
     assert!(!logits.is_empty(), "a token is drawn from one logit or more");
     kept.clear();
     let mut weights = Scratch::<f32>::take(logits.len());
-    if weigh(logits, inverse(temperature), &mut weights).is_nan() {
+    let (highest, total) = weigh(logits, inverse(temperature), &mut weights);
+    if total.is_nan() {
         kept.extend((0..).zip(&*weights).find(|(_, weight)| weight.is_nan()).map(|(token, _)| token));
         return;
     }
-    let mut ranks = Scratch::<u64>::take(logits.len());
-    let mut n_ranks = 0;
-    for ((token, &logit), &weight) in (0..).zip(logits).zip(&*weights) {
-        ranks[n_ranks] = rank(logit, token);
-        n_ranks += usize::from(weight > 0.0);
-    }
-    let mut ranks = &mut ranks[..n_ranks];
-    if (1..n_ranks).contains(&cut.top_k) {
-        ranks.select_nth_unstable(cut.top_k);
-        ranks = &mut ranks[..cut.top_k];
-    }
-    let weight = |rank: u64| weights[token(rank) as usize];
-    if cut.top_p < 1.0 {
-        ranks.sort_unstable();
-        let n = nucleus(ranks.iter().map(|&rank| f64::from(weight(rank))), f64::from(cut.top_p));
-        ranks = &mut ranks[..n];
-    }
+    let row = Row { logits, weights: &weights };
+    let mut ranks = Scratch::<u64>::take(logits.len().next_multiple_of(LANES));
+    let last = if (1..logits.len()).contains(&cut.top_k) {
+        Some(last_of_top_k(&row, cut, &mut ranks))
+    } else if cut.top_p < 1.0 {
+        let floor = highest - NUCLEUS_DEPTH * temperature;
+        Some(last_of_nucleus(&row, (total, cut.top_p.into()), floor, &mut ranks))
+    } else {
+        None
+    };
     // The most likely token has weight 1, so `min_p` compares with the weights as they are.
-    kept.extend(ranks.iter().filter(|&&rank| weight(rank) >= cut.min_p).map(|&rank| token(rank)));
-    kept.sort_unstable();
+    let n = collect(&row, last.map_or(f32::NEG_INFINITY, logit), cut.min_p, &mut ranks);
+    let last = last.unwrap_or(u64::MAX);
+    kept.extend(ranks[..n].iter().filter(|&&rank| rank <= last).map(|&rank| token(rank)));
 }
 
 /// Draws one of the tokens `kept`, ascending, from the softmax over them alone: [`draw`] of their logits.
@@ -94,16 +89,105 @@ pub fn draw_kept(logits: &[f32], kept: &[u32], temperature: f32, uniform: f64) -
     Draw { token: kept[token as usize], logprob }
 }
 
-/// How many of `weights`, largest first, it takes until they hold `share` of their sum; at least one.
-fn nucleus(weights: impl Iterator<Item = f64> + Clone, share: f64) -> usize {
-    let enough = share * weights.clone().sum::<f64>();
-    let mut held = 0.0;
-    let is_needed = |weight: &f64| {
-        let is_needed = held < enough;
-        held += weight;
-        is_needed
+/// A row of logits `[V]` and, of each, how many times as likely as the most likely token it is.
+struct Row<'a> {
+    logits: &'a [f32],
+    weights: &'a [f32],
+}
+
+impl Row<'_> {
+    fn weight(&self, rank: u64) -> f64 {
+        self.weights[token(rank) as usize].into()
+    }
+}
+
+/// Nats below the most likely token in which a nucleus is looked for first: few tokens of a peaked row lie there.
+const NUCLEUS_DEPTH: f32 = 10.0;
+
+/// Tokens of which the most likely one stands for all.
+const SET: usize = 16;
+
+/// The rank of the last token that `top_k`, and then `top_p`, keep.
+fn last_of_top_k(row: &Row<'_>, cut: Truncation, ranks: &mut [u64]) -> u64 {
+    // Where so many sets have a token that likely, there are as many tokens. What has weight 0 comes after what has not, so
+    // that it may be one of them.
+    let mut highest = Scratch::<f32>::take(row.logits.len().div_ceil(SET * LANES) * LANES);
+    let floor = if cut.top_k < highest.len() {
+        highest_of_sets(row.logits, &mut highest);
+        *highest.select_nth_unstable_by(cut.top_k - 1, |a, b| b.total_cmp(a)).1
+    } else {
+        f32::NEG_INFINITY
     };
-    weights.take_while(is_needed).count().max(1)
+    let n = collect(row, floor, 0.0, ranks);
+    let mut ranks = &mut ranks[..n];
+    if cut.top_k < n {
+        ranks.select_nth_unstable(cut.top_k);
+        ranks = &mut ranks[..cut.top_k];
+    }
+    if cut.top_p < 1.0 {
+        let total = ranks.iter().map(|&rank| row.weight(rank)).sum();
+        let found = search(row, ranks, (total, cut.top_p.into()));
+        found.unwrap_or_else(|| last_needed(row, ranks, cut.top_p.into()))
+    } else {
+        ranks.iter().copied().max().expect("the most likely token is kept")
+    }
+}
+
+/// The rank of the last token that `top_p`, `share`, keeps of `total`, the sum of all weights. Tokens of logit `floor` or
+/// more are looked at first.
+fn last_of_nucleus(row: &Row<'_>, (total, share): (f64, f64), floor: f32, ranks: &mut [u64]) -> u64 {
+    for floor in [floor, f32::NEG_INFINITY] {
+        let n = collect(row, floor, 0.0, ranks);
+        if let Some(last) = search(row, &mut ranks[..n], (total, share)) {
+            return last;
+        }
+    }
+    let n = collect(row, f32::NEG_INFINITY, 0.0, ranks);
+    last_needed(row, &mut ranks[..n], share)
+}
+
+/// What [`last_needed`] finds, without sorting `ranks`, which may be the most likely ones only: `total` is the sum of all,
+/// in any order. `None` if what it takes is not among them, or if another order of a sum could change what is found.
+fn search(row: &Row<'_>, mut ranks: &mut [u64], (total, share): (f64, f64)) -> Option<u64> {
+    /// Fewer are sorted.
+    const FEW: usize = 64;
+    // Twice what two orders of two sums can make of a difference.
+    let slack = 4.0 * row.weights.len() as f64 * f64::EPSILON * total;
+    let (enough, mut held) = (share * total, 0.0);
+    // A quickselect by weight: those before `ranks` hold `held`, which is not enough.
+    while ranks.len() > FEW {
+        let n = ranks.len() / 2;
+        ranks.select_nth_unstable(n);
+        let more = held + ranks[..n].iter().map(|&rank| row.weight(rank)).sum::<f64>();
+        if (more - enough).abs() <= slack {
+            return None;
+        }
+        (ranks, held) = if more < enough { (&mut ranks[n..], more) } else { (&mut ranks[..n], held) };
+    }
+    ranks.sort_unstable();
+    for &rank in &*ranks {
+        held += row.weight(rank);
+        if (held - enough).abs() <= slack {
+            return None;
+        }
+        if held > enough {
+            return Some(rank);
+        }
+    }
+    None
+}
+
+/// Sorts `ranks`, and finds the first up to which they hold `share` of their sum, both added up in order.
+fn last_needed(row: &Row<'_>, ranks: &mut [u64], share: f64) -> u64 {
+    ranks.sort_unstable();
+    let enough = share * ranks.iter().map(|&rank| row.weight(rank)).sum::<f64>();
+    let mut held = 0.0;
+    let is_enough = |rank: &&u64| {
+        held += row.weight(**rank);
+        held >= enough
+    };
+    // Nothing is lost by rounding at the end: the last sum is the whole one, and a share of it is not more.
+    *ranks.iter().find(is_enough).expect("all hold a share of all")
 }
 
 /// Orders tokens: the most likely first, the lowest id of equals.
@@ -118,22 +202,97 @@ fn token(rank: u64) -> u32 {
     rank as u32
 }
 
+/// The logit of a rank.
+fn logit(rank: u64) -> f32 {
+    let ascending = !((rank >> 32) as u32);
+    f32::from_bits(if ascending >> 31 == 1 { ascending & !(1 << 31) } else { !ascending })
+}
+
 multiversion! {
-    /// `e^(scale (x - max))` of each logit; returns something that is NaN if one of them is.
-    fn weigh(logits: &[f32], scale: f32, weights: &mut [f32]) -> f32 = weigh_body;
+    /// `e^(scale (x - max))` of each logit. Returns the highest logit and the sum of the weights, which is NaN if one is.
+    fn weigh(logits: &[f32], scale: f32, weights: &mut [f32]) -> (f32, f64) = weigh_body;
 }
 
 #[inline(always)]
-fn weigh_body<I: Isa>(logits: &[f32], scale: f32, weights: &mut [f32]) -> f32 {
+fn weigh_body<I: Isa>(logits: &[f32], scale: f32, weights: &mut [f32]) -> (f32, f64) {
     let highest = max(logits);
     let mut lanes = [0.0; LANES];
-    for (weights, logits) in weights.chunks_mut(LANES).zip(logits.chunks(LANES)) {
-        for ((lane, weight), logit) in lanes.iter_mut().zip(weights).zip(logits) {
-            *weight = exp::<I>(scale * (logit - highest));
-            *lane += *weight;
+    let (chunks, rest) = logits.as_chunks::<LANES>();
+    let (weight_chunks, weight_rest) = weights.as_chunks_mut::<LANES>();
+    for (weights, logits) in weight_chunks.iter_mut().zip(chunks) {
+        for lane in 0..LANES {
+            weights[lane] = exp::<I>(scale * (logits[lane] - highest));
+            lanes[lane] += f64::from(weights[lane]);
         }
     }
-    sum_lanes(lanes)
+    for ((lane, weight), logit) in lanes.iter_mut().zip(weight_rest).zip(rest) {
+        *weight = exp::<I>(scale * (logit - highest));
+        *lane += f64::from(*weight);
+    }
+    (highest, lanes.iter().sum())
+}
+
+multiversion! {
+    /// The highest logit of each set of at most [`SET`] tokens, `-inf` of none. A set is one lane of as many chunks; those
+    /// behind the last whole chunk are in no set.
+    fn highest_of_sets(logits: &[f32], highest: &mut [f32]) = highest_of_sets_body;
+}
+
+#[inline(always)]
+fn highest_of_sets_body<I: Isa>(logits: &[f32], highest: &mut [f32]) {
+    let sets = logits.as_chunks::<LANES>().0.chunks(SET);
+    highest.fill(f32::NEG_INFINITY);
+    for (highest, chunks) in highest.as_chunks_mut::<LANES>().0.iter_mut().zip(sets) {
+        for logits in chunks {
+            for lane in 0..LANES {
+                highest[lane] = if logits[lane] > highest[lane] { logits[lane] } else { highest[lane] };
+            }
+        }
+    }
+}
+
+multiversion! {
+    /// The ranks of tokens whose logit is `floor` or more and whose weight is above 0 and `least` or more, in the order of
+    /// ids; returns how many there are. `ranks` has room for whole lanes.
+    fn collect(row: &Row<'_>, floor: f32, least: f32, ranks: &mut [u64]) -> usize = collect_body;
+}
+
+#[inline(always)]
+fn collect_body<I: Isa>(row: &Row<'_>, floor: f32, least: f32, ranks: &mut [u64]) -> usize {
+    let (mut n, mut first) = (0, 0);
+    let (logits, last_logits) = row.logits.as_chunks::<LANES>();
+    let (weights, last_weights) = row.weights.as_chunks::<LANES>();
+    // A token of weight 0 is not wanted.
+    let last = (padded(last_logits), padded(last_weights));
+    for (logits, weights) in logits.iter().zip(weights).chain([(&last.0, &last.1)]) {
+        let mut wanted = [false; LANES];
+        let mut any = false;
+        for lane in 0..LANES {
+            wanted[lane] = (logits[lane] >= floor) & (weights[lane] >= least) & (weights[lane] > 0.0);
+            any |= wanted[lane];
+        }
+        // Most often none is.
+        if any {
+            let mut all = [0; LANES];
+            for lane in 0..LANES {
+                all[lane] = rank(logits[lane], first + lane as u32);
+            }
+            for (rank, wanted) in all.into_iter().zip(wanted) {
+                ranks[n] = rank;
+                n += usize::from(wanted);
+            }
+        }
+        first += LANES as u32;
+    }
+    n
+}
+
+/// Fewer than 16 elements and zeros.
+#[inline(always)]
+fn padded(values: &[f32]) -> [f32; LANES] {
+    let mut lanes = [0.0; LANES];
+    lanes[..values.len()].copy_from_slice(values);
+    lanes
 }
 
 #[cfg(test)]
@@ -234,6 +393,67 @@ mod tests {
                 prop_assert_eq!(drawn.logprob.to_bits(), 0.0_f32.to_bits());
             }
         }
+    }
+
+    /// The definition, in the numbers of [`keep`]: everything ranked, cut after cut.
+    fn sorted(logits: &[f32], temperature: f32, cut: Truncation) -> Vec<u32> {
+        let mut weights = vec![0.0; logits.len()];
+        weigh(logits, inverse(temperature), &mut weights);
+        let row = Row { logits, weights: &weights };
+        let ids = (0..logits.len()).filter(|&token| weights[token] > 0.0);
+        let mut ranks: Vec<u64> = ids.map(|token| rank(logits[token], token as u32)).collect();
+        ranks.sort_unstable();
+        ranks.truncate(cut.max_kept(ranks.len()));
+        if cut.top_p < 1.0 {
+            let last = last_needed(&row, &mut ranks, cut.top_p.into());
+            ranks.retain(|&rank| rank <= last);
+        }
+        ranks.retain(|&rank| row.weight(rank) >= cut.min_p.into());
+        let mut tokens: Vec<u32> = ranks.into_iter().map(token).collect();
+        tokens.sort_unstable();
+        tokens
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_kept_is_what_ranking_everything_keeps(
+            (n, seed) in (1_usize..6000, 0_u32..1000), range in prop::sample::select(vec![0.0_f32, 0.5, 5.0, 30.0, 300.0]),
+            grain in prop::sample::select(vec![0.0_f32, 0.5]), temperature in 0.2_f32..3.0, cut in cut(),
+        ) {
+            let coarse = |x: f32| if grain > 0.0 { (x / grain).round() * grain } else { x };
+            let logits: Vec<f32> = noise(n, seed).into_iter().map(|x| coarse(range * x)).collect();
+            prop_assert_eq!(kept(&logits, temperature, cut), sorted(&logits, temperature, cut));
+        }
+    }
+
+    #[test]
+    fn sums_too_near_to_tell_are_left_to_the_order_of_ranks() {
+        let half = Truncation { top_p: 0.5, ..Truncation::NONE };
+        for n in [2, 100, 5000] {
+            let (logits, weights) = (vec![3.0; n], vec![1.0; n]);
+            let row = Row { logits: &logits, weights: &weights };
+            let ranks: Vec<u64> = (0_u32..).zip(&logits).map(|(token, &logit)| rank(logit, token)).collect();
+            let found = |share| search(&row, &mut ranks.clone(), (n as f64, share)).map(token);
+            assert_eq!((found(0.5), found(0.5 + f64::EPSILON)), (None, None));
+            assert_eq!(found(0.5 + 1e-8), Some(n as u32 / 2));
+            assert_eq!(
+                search(&row, &mut ranks.clone(), (3.0 * n as f64, 0.5)),
+                None,
+                "not all that there are"
+            );
+            assert_eq!(kept(&logits, 1.0, half).len(), n / 2);
+        }
+    }
+
+    #[test]
+    fn ranks_go_down_from_the_most_likely_and_tell_logit_and_token() {
+        let falling = [f32::MAX, 1.5, 1.0, f32::MIN_POSITIVE, 0.0, -1e-40, -1.0, -7.5, f32::NEG_INFINITY];
+        let ranks: Vec<u64> = falling.iter().flat_map(|&x| [rank(x, 3), rank(x, 4)]).collect();
+        assert!(ranks.is_sorted_by(|a, b| a < b));
+        for (&x, rank) in falling.iter().zip(ranks.chunks(2)) {
+            assert_eq!((logit(rank[0]), token(rank[0]), token(rank[1])), (x, 3, 4));
+        }
+        assert_eq!(rank(-0.0, 3), rank(0.0, 3));
     }
 
     #[test]
