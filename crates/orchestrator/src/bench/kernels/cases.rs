@@ -2,18 +2,17 @@
 
 use std::hint::black_box;
 
-use r3_kernels::adamw::{AdamwStep, adamw};
 use r3_kernels::attention::packed::{PackedAttention, PackedSequence};
 use r3_kernels::attention::{Heads, KvCache, PagedSequence, paged_attention};
 use r3_kernels::experts::{self, ExpertDims, ExpertScratch, Experts, Routed};
 use r3_kernels::gemm::{Dtype, PackedMatrix, matmul};
-use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
-use r3_kernels::logprob::chosen_logprobs;
-use r3_kernels::muon::{MuonStep, muon};
 use r3_kernels::rms_norm::rms_norm;
 use r3_kernels::rope::{RopeTable, rope};
-use r3_kernels::router::{Choice, RouterConfig, Routing, choose, gates};
+use r3_kernels::router::{Choice, Router, RouterConfig, Routing, Scoring, choose, gates};
 use r3_kernels::swiglu::silu_mul;
+
+mod head;
+mod update;
 
 /// One op at one shape.
 pub(super) struct Case {
@@ -48,7 +47,7 @@ impl Case {
 type Make = fn() -> Vec<Case>;
 
 /// Every op, in the order in which a layer runs them.
-pub(super) const OPS: [(&str, Make); 15] = [
+pub(super) const OPS: [(&str, Make); 20] = [
     ("gemm", gemm),
     ("gemm_from_memory", gemm_from_memory),
     ("rms_norm", norm),
@@ -59,11 +58,16 @@ pub(super) const OPS: [(&str, Make); 15] = [
     ("router_gates", router_gates),
     ("experts", moe),
     ("silu_mul", swiglu),
-    ("logprobs", logprobs),
-    ("lm_head", head),
-    ("adamw", elementwise_optimiser),
-    ("muon", matrix_optimiser),
-    ("cast_and_pack", cast),
+    ("logprobs", head::logprobs),
+    ("lm_head", head::head),
+    ("draw", head::whole_draw),
+    ("truncated_draw", head::truncated_draw),
+    ("adamw", update::elementwise_optimiser),
+    ("muon", update::matrix_optimiser),
+    ("low_rank_gradient", update::low_rank_gradient),
+    ("low_rank_merge", update::low_rank_merge),
+    ("cast", update::cast),
+    ("cast_and_pack", update::cast_and_pack),
 ];
 
 const DTYPES: [Dtype; 2] = [Dtype::F32, Dtype::Bf16];
@@ -194,34 +198,60 @@ fn packed() -> Vec<Case> {
     [(8, 256), (32, 64)].map(case).into()
 }
 
-const ROUTER: RouterConfig = RouterConfig::softmax(64, 8, true);
+const SOFTMAX: RouterConfig = RouterConfig::softmax(64, 8, true);
 
-fn router_shape(t: usize) -> String {
-    format!("[{t}, {}], top {}", ROUTER.n_experts, ROUTER.top_k)
+/// The router of dots.llm1 (arXiv 2506.05767), and of DeepSeek-V3 (arXiv 2412.19437), which limits groups.
+const SIGMOIDS: [RouterConfig; 2] = [sigmoid(128, 6, (1, 1)), sigmoid(256, 8, (8, 4))];
+
+const fn sigmoid(n_experts: usize, top_k: usize, (n_groups, top_groups): (usize, usize)) -> RouterConfig {
+    let scoring = Scoring::Sigmoid { n_groups, top_groups };
+    RouterConfig { scoring, scaling: 2.5, ..RouterConfig::softmax(n_experts, top_k, true) }
+}
+
+/// Every router with numbers of tokens.
+fn routers() -> Vec<(RouterConfig, usize)> {
+    [pairs(&[SOFTMAX], &TOKENS), pairs(&SIGMOIDS, &[64, 2048])].concat()
+}
+
+fn router_shape(router: RouterConfig, t: usize) -> String {
+    let of = match router.scoring {
+        Scoring::Softmax => String::new(),
+        Scoring::Sigmoid { n_groups: 1, .. } => ", sigmoid".to_owned(),
+        Scoring::Sigmoid { n_groups, top_groups } => format!(", {top_groups} of {n_groups} groups"),
+    };
+    format!("[{t}, {}], top {}{of}", router.n_experts, router.top_k)
 }
 
 fn router_choose() -> Vec<Case> {
-    let case = |t: usize| {
-        let (scores, mut choice) = (noise(t * ROUTER.n_experts), Choice::empty());
-        let bytes = t * ROUTER.n_experts * F32;
-        Case::new(router_shape(t), Dtype::F32, (0, bytes), move || {
-            choose(black_box(&scores), ROUTER, 0, &mut Routing::Free, black_box(&mut choice));
+    let case = |(config, t): (RouterConfig, usize)| {
+        let (scores, bias, mut choice) =
+            (noise(t * config.n_experts), vec![0.01; config.n_experts], Choice::empty());
+        let bytes = t * config.n_experts * F32;
+        Case::new(router_shape(config, t), Dtype::F32, (0, bytes), move || {
+            let bias = (config.scoring != Scoring::Softmax).then_some(&bias[..]);
+            choose(
+                black_box(&scores),
+                Router { config, bias },
+                0,
+                &mut Routing::Free,
+                black_box(&mut choice),
+            );
         })
     };
-    TOKENS.map(case).into()
+    routers().into_iter().map(case).collect()
 }
 
 fn router_gates() -> Vec<Case> {
-    let case = |t: usize| {
-        let (scores, mut choice) = (noise(t * ROUTER.n_experts), Choice::empty());
-        choose(&scores, ROUTER, 0, &mut Routing::Free, &mut choice);
-        let mut out = vec![0.0; t * ROUTER.top_k];
-        let bytes = t * ROUTER.top_k * (F32 + size_of::<u16>());
-        Case::new(router_shape(t), Dtype::F32, (0, bytes), move || {
-            gates(black_box(&scores), ROUTER, &choice, black_box(&mut out));
+    let case = |(config, t): (RouterConfig, usize)| {
+        let (scores, mut choice) = (noise(t * config.n_experts), Choice::empty());
+        choose(&scores, config, 0, &mut Routing::Free, &mut choice);
+        let mut out = vec![0.0; t * config.top_k];
+        let bytes = t * config.top_k * (F32 + size_of::<u16>());
+        Case::new(router_shape(config, t), Dtype::F32, (0, bytes), move || {
+            gates(black_box(&scores), config, &choice, black_box(&mut out));
         })
     };
-    TOKENS.map(case).into()
+    routers().into_iter().map(case).collect()
 }
 
 /// Bytes of weights count once for each expert that some token takes.
@@ -258,92 +288,4 @@ fn swiglu() -> Vec<Case> {
         })
     };
     TOKENS.map(case).into()
-}
-
-/// Of logits, as the engine takes them.
-fn logprobs() -> Vec<Case> {
-    let case = |(t, vocab): (usize, usize)| {
-        let (logits, targets, mut chosen) = (noise(t * vocab), vec![1_u32; t], vec![0.0; t]);
-        Case::new(format!("[{t}, {vocab}]"), Dtype::F32, (0, t * vocab * F32), move || {
-            chosen_logprobs(black_box(&logits), &targets, 1.0, black_box(&mut chosen));
-        })
-    };
-    [(64, 2048), (64, 32_768)].map(case).into()
-}
-
-/// Logprobs and entropies of hidden states, as the trainer takes them.
-fn head() -> Vec<Case> {
-    let (width, vocab) = (512, 4096);
-    let case = |(dtype, t): (Dtype, usize)| {
-        let (hidden, ids) = (noise(t * width), vec![1_u32; t]);
-        let packed = PackedMatrix::pack(&noise(vocab * width), vocab, width, dtype);
-        let mut scores = [vec![0.0; t], vec![0.0; t], vec![0.0; t]];
-        let costs = (2 * t * width * vocab, vocab * width * element(dtype) + t * width * F32);
-        Case::new(format!("[{t}, {width}] x [{vocab}, {width}]"), dtype, costs, move || {
-            let [logprobs, entropies, target_logits] = black_box(&mut scores);
-            let targets = Targets { ids: &ids, temperature: 1.0, kept: None };
-            head_logprobs(
-                black_box(&hidden),
-                &packed,
-                targets,
-                Scores { logprobs, entropies, target_logits },
-            );
-        })
-    };
-    pairs(&DTYPES, &[64, 2048]).into_iter().map(case).collect()
-}
-
-fn elementwise_optimiser() -> Vec<Case> {
-    let step = AdamwStep {
-        lr: 1e-6,
-        beta1: 0.9,
-        beta2: 0.999,
-        eps: 1e-8,
-        weight_decay: 0.0,
-        step: 10,
-        grad_scale: 1.0,
-    };
-    let case = |n: usize| {
-        let (mut param, grad) = (noise(n), noise(n));
-        let (mut m, mut v) = (vec![0.0; n], vec![0.0; n]);
-        Case::new(format!("[{n}]"), Dtype::F32, (0, 4 * n * F32), move || {
-            adamw(black_box(&mut param), &grad, black_box(&mut m), black_box(&mut v), &step);
-        })
-    };
-    [1 << 18, 1 << 23].map(case).into()
-}
-
-/// Matrices of experts, and one of attention.
-fn matrix_optimiser() -> Vec<Case> {
-    let step = MuonStep {
-        lr: 1e-6,
-        momentum: 0.95,
-        nesterov: true,
-        iterations: 5,
-        weight_decay: 0.0,
-        grad_scale: 1.0,
-    };
-    let case = |(n_matrices, rows, cols): (usize, usize, usize)| {
-        let n = n_matrices * rows * cols;
-        let (mut param, grad, mut sum) = (noise(n), noise(n), vec![0.0; n]);
-        let (long, short) = (rows.max(cols), rows.min(cols));
-        let flops = step.iterations * n_matrices * 2 * short * short * (2 * long + short);
-        Case::new(format!("{n_matrices} x [{rows}, {cols}]"), Dtype::F32, (flops, 3 * n * F32), move || {
-            muon(black_box(&mut param), &grad, black_box(&mut sum), (rows, cols), &step);
-        })
-    };
-    [(32, 256, 512), (1, 768, 768)].map(case).into()
-}
-
-/// A refit's share: f32 weights, rounded if need be, into the layout of products.
-fn cast() -> Vec<Case> {
-    let case = |(dtype, n): (Dtype, usize)| {
-        let k = 768;
-        let w = noise(n * k);
-        let mut packed = PackedMatrix::pack(&w, n, k, dtype);
-        Case::new(format!("[{n}, {k}]"), dtype, (0, n * k * F32), move || {
-            packed.repack(black_box(&w));
-        })
-    };
-    pairs(&DTYPES, &[768, 16_384]).into_iter().map(case).collect()
 }
