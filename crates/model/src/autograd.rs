@@ -182,6 +182,7 @@ impl Policy {
     /// # Panics
     /// If a weight that [`takes_low_rank`](training::takes_low_rank) refuses is to have one.
     pub fn with_training(mut self, how: impl Fn(&str) -> Training, seed: u64) -> Result<Self, ModelError> {
+        self.tape.clear();
         self.tape.params.set_training(how, seed)?;
         Ok(self)
     }
@@ -387,7 +388,10 @@ impl Policy {
             lengths: &last.attend.lengths,
         };
         gradient.add(of_scores, (hidden_grad.values_mut(), weight_grad));
-        top.grad = Some(Arc::new(hidden_grad));
+        match top.learns {
+            true => top.grad = Some(Arc::new(hidden_grad)),
+            false => pool.release(hidden_grad),
+        }
         Ok(())
     }
 }
@@ -454,5 +458,7 @@ fn read_weight(
     Ok(())
 }
 
+#[cfg(test)]
+mod frozen_tests;
 #[cfg(test)]
 mod tests;

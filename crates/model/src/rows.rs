@@ -54,6 +54,12 @@ impl Pool {
         self.free.push(rows.buffer);
     }
 
+    /// Bytes of all buffers that are free.
+    #[cfg(test)]
+    pub(crate) fn bytes(&self) -> usize {
+        self.free.iter().map(|buffer| size_of_val(&buffer[..])).sum()
+    }
+
     /// Frees the largest buffers until `bytes` are given back; returns how many are not.
     pub(crate) fn give_back(&mut self, bytes: usize) -> usize {
         self.free.sort_unstable_by_key(Vec::len);

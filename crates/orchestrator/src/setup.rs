@@ -12,6 +12,7 @@ use r3_engine::engine::Engine;
 use r3_engine::memory::MemoryBudget;
 use r3_engine::sampler::Sampling;
 use r3_kernels::gemm::Dtype;
+use r3_model::autograd::training::Training;
 use r3_model::autograd::{Policy, Precision};
 use r3_model::checkpoint::Checkpoint;
 use r3_model::config::ModelConfig;
@@ -344,7 +345,8 @@ pub fn load_reference(recipe: &Recipe, model: &ModelConfig) -> Result<Option<Pol
     if shape(&config) != shape(model) {
         return Err(RunError::ForeignReference { path: dir.clone() });
     }
-    Ok(Some(policy))
+    // Nothing runs back through it, so its forward keeps nothing.
+    Ok(Some(policy.with_training(|_| Training::Frozen, 0)?))
 }
 
 /// A source that moves a bar as it is read.

@@ -33,7 +33,7 @@ impl Backward<'_> {
     /// Takes nodes off `tape` until `len` are left, handing each one's gradient on.
     pub(super) fn run(&mut self, tape: &mut Tape, len: usize) -> Result<(), ModelError> {
         while tape.nodes.len() > len {
-            let Node { op, rows, grad } = tape.nodes.pop().expect("more than `len`");
+            let Node { op, rows, grad, .. } = tape.nodes.pop().expect("more than `len`");
             if let Op::Layer { index } = op {
                 tape.pool.release(rows);
                 self.run_again(tape, index, grad)?;
@@ -108,7 +108,9 @@ impl Backward<'_> {
                 tape.share_grad(*x, grad);
                 tape.share_grad(*y, grad);
             }
-            Op::Layer { .. } => unreachable!("a layer runs again"),
+            Op::Layer { .. } | Op::Given => {
+                unreachable!("a layer runs again, and what is given has no gradient")
+            }
         }
         Ok(())
     }
@@ -143,15 +145,19 @@ impl Backward<'_> {
         grad: &Rows,
     ) -> Result<(), ModelError> {
         let Projection { weight, bias } = projection;
-        let (mut x_grad, onto) = tape.take_grad(x);
+        let mut x_grad = tape.nodes[x.0].learns.then(|| tape.take_grad(x));
         let values = tape.params.values(weight)?;
-        let (k, dtype) = (x_grad.width(), tape.params.dtype(weight));
+        let (k, dtype) = (tape.nodes[x.0].rows.width(), tape.params.dtype(weight));
         let linear = Linear { x: tape.values(x), w: &values, k, dtype, lengths: &self.attend.lengths };
-        linear.x_gradient(grad.values(), onto, x_grad.values_mut());
+        if let Some((x_grad, onto)) = &mut x_grad {
+            linear.x_gradient(grad.values(), *onto, x_grad.values_mut());
+        }
         let gradients = self.gradients.tensors_mut();
         linear.add_w_gradient(grad.values(), tape.params.learning(weight).gradient(gradients, 0));
         drop(values);
-        tape.set_grad(x, x_grad);
+        if let Some((x_grad, _)) = x_grad {
+            tape.set_grad(x, x_grad);
+        }
         if let Some(bias) =
             bias.and_then(|bias| tape.params.learning(bias).whole(self.gradients.tensors_mut()))
         {
@@ -255,12 +261,19 @@ impl Tape {
         self.pool.take(node.rows.rows(), node.rows.width())
     }
 
+    /// What a kernel finds out on its way of a node that does not learn goes no further.
     fn set_grad(&mut self, id: NodeId, grad: Rows) {
-        self.nodes[id.0].grad = Some(Arc::new(grad));
+        match self.nodes[id.0].learns {
+            true => self.nodes[id.0].grad = Some(Arc::new(grad)),
+            false => self.pool.release(grad),
+        }
     }
 
-    /// Adds `grad` to that of a node, without a copy if it had none.
+    /// Adds `grad` to that of a node that learns, without a copy if it had none.
     fn share_grad(&mut self, id: NodeId, grad: &Arc<Rows>) {
+        if !self.nodes[id.0].learns {
+            return;
+        }
         if self.nodes[id.0].grad.is_none() {
             self.nodes[id.0].grad = Some(grad.clone());
             return;

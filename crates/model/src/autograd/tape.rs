@@ -2,6 +2,8 @@
 //!
 //! The tape is a stack. A node is the result of one operation, of which every input lies further down; so gradients run
 //! back by taking nodes off the top, and what a node holds is free for the next one as soon as it is off.
+//!
+//! Gradients end at the lowest weight that is trained. Layers below it leave the stream they end with and nothing else.
 
 use std::sync::Arc;
 
@@ -92,6 +94,8 @@ pub(super) enum Op {
     Layer {
         index: usize,
     },
+    /// Layers of which nothing is trained: what they came to is a constant.
+    Given,
 }
 
 /// The result of an operation.
@@ -99,6 +103,8 @@ pub(super) enum Op {
 pub(super) struct Node {
     pub(super) op: Op,
     pub(super) rows: Rows,
+    /// Whether anything that it was made with is trained. Others have no gradient.
+    pub(super) learns: bool,
     /// What is known of its gradient. The two summands of a sum share theirs.
     pub(super) grad: Option<Arc<Rows>>,
 }
@@ -180,13 +186,14 @@ impl Tape {
         }
     }
 
-    /// Forgets what layer `index` made but for the residual stream it ends with and its norm.
-    fn keep_ends(&mut self, index: usize) -> [NodeId; 2] {
+    /// Forgets what lies above the first `len` nodes but for the residual stream that a layer ends with, which is now of
+    /// `op`, and its norm.
+    fn keep_ends(&mut self, len: usize, op: Op) -> [NodeId; 2] {
         let norm = self.nodes.pop().expect("a layer ends with a norm");
         let stream = self.nodes.pop().expect("of a sum");
         let Op::RmsNorm { weight, .. } = norm.op else { unreachable!("a layer ends with a norm") };
-        self.truncate(self.layer_start);
-        let x = self.push(Op::Layer { index }, stream.rows);
+        self.truncate(len);
+        let x = self.push(op, stream.rows);
         [x, self.push(Op::RmsNorm { x, weight }, norm.rows)]
     }
 
@@ -215,8 +222,31 @@ impl Tape {
     }
 
     fn push(&mut self, op: Op, rows: Rows) -> NodeId {
-        self.nodes.push(Node { op, rows, grad: None });
+        let learns = self.learns(&op);
+        self.nodes.push(Node { op, rows, learns, grad: None });
         NodeId(self.nodes.len() - 1)
+    }
+
+    /// Whether a gradient of what `op` makes reaches anything that is trained.
+    fn learns(&self, op: &Op) -> bool {
+        let node = |id: &NodeId| self.nodes[id.0].learns;
+        let param = |id: &ParamId| self.params.learning(*id).first().is_some();
+        match op {
+            Op::Embed { table, .. } => param(table),
+            Op::RmsNorm { x, weight } | Op::NormRope { x, weight } => node(x) || param(weight),
+            Op::Linear { x, projection: Projection { weight, bias } } => {
+                node(x) || param(weight) || bias.as_ref().is_some_and(param)
+            }
+            Op::Attend { qkv } => qkv.iter().any(node),
+            Op::Route { scores, .. } => node(scores),
+            Op::Experts { x, gates, experts, .. } => {
+                node(x) || node(gates) || self.params.expert_params(*experts).iter().any(param)
+            }
+            Op::SiluMul { x } => node(x),
+            Op::Add { x, y } => node(x) || node(y),
+            Op::Layer { .. } => true, // Another is forgotten, not run again.
+            Op::Given => false,
+        }
     }
 }
 
@@ -346,7 +376,12 @@ impl Executor for Tape {
         }
         let index = self.n_layers;
         self.n_layers += 1;
-        let ends = if self.recompute { self.keep_ends(index) } else { ends };
+        let [stream, _] = ends;
+        let ends = match self.nodes[stream.0].learns {
+            false => self.keep_ends(0, Op::Given),
+            true if self.recompute => self.keep_ends(self.layer_start, Op::Layer { index }),
+            true => ends,
+        };
         self.layer_start = self.nodes.len();
         ends
     }

@@ -10,11 +10,11 @@ use crate::fixtures::{config_with, grouped_config, mixed_config};
 use crate::init::FreshWeights;
 use crate::source::{SELECTION_BIAS, canonical_tensors, hash_tensors};
 
-fn policy(config: &ModelConfig) -> Policy {
+pub(super) fn policy(config: &ModelConfig) -> Policy {
     Policy::load(&FreshWeights::new(config, 3), config).unwrap()
 }
 
-fn tokens<const N: usize>(ids: [u32; N]) -> [TokenId; N] {
+pub(super) fn tokens<const N: usize>(ids: [u32; N]) -> [TokenId; N] {
     ids.map(TokenId)
 }
 
@@ -79,15 +79,15 @@ fn tokens_and_lengths_beyond_the_model_are_refused() {
     assert_eq!(refusal(&tokens([1; 5]), &[1, 4]), long);
 }
 
-const TOKENS: [u32; 7] = [1, 2, 3, 4, 5, 6, 0];
-const LENGTHS: [usize; 2] = [4, 2];
+pub(super) const TOKENS: [u32; 7] = [1, 2, 3, 4, 5, 6, 0];
+pub(super) const LENGTHS: [usize; 2] = [4, 2];
 
 fn in_precision(config: &ModelConfig, dtype: Dtype, recompute: bool) -> Policy {
     policy(config).with_precision(Precision { dtype, recompute })
 }
 
 /// Logprobs and the gradients of their sum, plus that of entropies and squared router scores.
-fn pass(policy: &mut Policy, routing: &mut Routing<'_>) -> (Vec<f32>, Vec<Vec<f32>>) {
+pub(super) fn pass(policy: &mut Policy, routing: &mut Routing<'_>) -> (Vec<f32>, Vec<Vec<f32>>) {
     let tokens = tokens(TOKENS);
     let batch = Packed { tokens: &tokens[..6], targets: &tokens[1..], lengths: &LENGTHS, shared: &[] };
     let output = policy.logprobs(&batch, routing, 0.7).unwrap();
