@@ -39,6 +39,7 @@ pub mod weight_gradient;
 
 mod exp;
 mod isa;
+mod rank;
 mod scratch;
 mod softmax;
 #[cfg(test)]

@@ -8,7 +8,9 @@
 use crate::exp::exp;
 use crate::isa::{Isa, multiversion};
 use crate::parallel;
+use crate::rank::{self, rank};
 use crate::route_record::RouteRecord;
+use crate::scratch::Scratch;
 use crate::softmax::{exp_in_place, exp_sum, max};
 
 mod above;
@@ -264,39 +266,59 @@ impl Router<'_> {
 fn top_k_rows(scores: &[f32], router: Router<'_>, ids: &mut [u16]) {
     let RouterConfig { n_experts, top_k, scoring, .. } = router.config;
     if let Scoring::Sigmoid { .. } = scoring {
-        parallel::for_rows(ids, top_k, (COMPARE_WORK + EXP_WORK) * n_experts, |first, ids| {
+        parallel::for_rows(ids, top_k, (COMPARE_WORK * top_k + EXP_WORK) * n_experts, |first, ids| {
             let n = ids.len() / top_k;
             choose_rows(&scores[first * n_experts..][..n * n_experts], router, ids);
         });
         return;
     }
-    parallel::for_rows(ids, top_k, COMPARE_WORK * n_experts, |first, ids| {
-        for (row, ids) in scores[first * n_experts..].chunks_exact(n_experts).zip(ids.chunks_exact_mut(top_k))
-        {
-            take_highest(row, ids);
-        }
+    parallel::for_rows(ids, top_k, COMPARE_WORK * top_k * n_experts, |first, ids| {
+        let n = ids.len() / top_k;
+        choose_highest_rows(&scores[first * n_experts..][..n * n_experts], n_experts, top_k, ids);
     });
 }
 
-/// Whether a score comes before another, whatever their ids.
-fn beats(a: f32, b: f32) -> bool {
-    a > b || (b.is_nan() && !a.is_nan())
+multiversion! {
+    /// The `ids` `[T, K]` of the highest scores `[T, E]`.
+    fn choose_highest_rows(scores: &[f32], n_experts: usize, top_k: usize, ids: &mut [u16]) = choose_highest_rows_body;
 }
 
-/// Insertion into a sorted list: `K` is small, and most scores fall at the first comparison.
-fn take_highest(scores: &[f32], ids: &mut [u16]) {
-    let score_of = |id: u16| scores[usize::from(id)];
-    let last = ids.len() - 1;
-    for (expert, &score) in scores.iter().enumerate() {
-        if expert > last && !beats(score, score_of(ids[last])) {
-            continue;
+#[inline(always)]
+fn choose_highest_rows_body<I: Isa>(scores: &[f32], n_experts: usize, top_k: usize, ids: &mut [u16]) {
+    let mut ranks = Scratch::take(room_for(n_experts));
+    for (scores, ids) in scores.chunks_exact(n_experts).zip(ids.chunks_exact_mut(top_k)) {
+        take_highest(scores, &mut ranks, ids);
+    }
+}
+
+/// Ranks that are compared at once.
+const LANES: usize = 8;
+
+/// How many ranks [`take_highest`] needs room for.
+fn room_for(n_scores: usize) -> usize {
+    n_scores.next_multiple_of(LANES)
+}
+
+/// The `ids` of the highest scores, best first; of equals the lowest comes first, and NaN comes last.
+///
+/// Looks through all ranks for every id, since that takes no branch: `K` is small.
+#[inline(always)]
+fn take_highest(scores: &[f32], ranks: &mut [u64], ids: &mut [u16]) {
+    let ranks = &mut ranks[..room_for(scores.len())];
+    ranks[scores.len()..].fill(u64::MAX);
+    for (rank_of, (&score, id)) in ranks.iter_mut().zip(scores.iter().zip(0..)) {
+        *rank_of = rank(score, id);
+    }
+    let mut taken = 0;
+    for id in ids {
+        let mut best = [u64::MAX; LANES];
+        for ranks in ranks.as_chunks::<LANES>().0 {
+            for lane in 0..LANES {
+                best[lane] = best[lane].min(if ranks[lane] > taken { ranks[lane] } else { u64::MAX });
+            }
         }
-        let mut place = expert.min(last);
-        while place > 0 && beats(score, score_of(ids[place - 1])) {
-            ids[place] = ids[place - 1];
-            place -= 1;
-        }
-        ids[place] = u16::try_from(expert).expect("`choose` bounds the number of experts");
+        taken = best.into_iter().fold(u64::MAX, u64::min);
+        *id = u16::try_from(rank::id(taken)).expect("`choose` bounds the number of experts");
     }
 }
 
@@ -328,8 +350,8 @@ pub fn gates(scores: &[f32], config: RouterConfig, choice: &Choice, out: &mut [f
 
 /// Multiply-adds that an `exp` costs in rows as short as these, about.
 const EXP_WORK: usize = 128;
-/// Multiply-adds that finding the place of a score costs, about.
-const COMPARE_WORK: usize = 256;
+/// Multiply-adds that looking at a score costs, about, for each that is taken.
+const COMPARE_WORK: usize = 8;
 
 multiversion! {
     fn gate_rows(scores: &[f32], ids: &[u16], config: RouterConfig, out: &mut [f32]) = gate_rows_body;

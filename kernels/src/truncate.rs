@@ -8,6 +8,7 @@ use crate::draw::{Draw, draw};
 use crate::exp::exp;
 use crate::isa::{Isa, multiversion};
 use crate::logprob::inverse;
+use crate::rank::{id, rank, score};
 use crate::scratch::Scratch;
 use crate::softmax::max;
 
@@ -70,9 +71,9 @@ pub fn keep(logits: &[f32], temperature: f32, cut: Truncation, kept: &mut Vec<u3
         None
     };
     // The most likely token has weight 1, so `min_p` compares with the weights as they are.
-    let n = collect(&row, last.map_or(f32::NEG_INFINITY, logit), cut.min_p, &mut ranks);
+    let n = collect(&row, last.map_or(f32::NEG_INFINITY, score), cut.min_p, &mut ranks);
     let last = last.unwrap_or(u64::MAX);
-    kept.extend(ranks[..n].iter().filter(|&&rank| rank <= last).map(|&rank| token(rank)));
+    kept.extend(ranks[..n].iter().filter(|&&rank| rank <= last).map(|&rank| id(rank)));
 }
 
 /// Draws one of the tokens `kept`, ascending, from the softmax over them alone: [`draw`] of their logits.
@@ -97,7 +98,7 @@ struct Row<'a> {
 
 impl Row<'_> {
     fn weight(&self, rank: u64) -> f64 {
-        self.weights[token(rank) as usize].into()
+        self.weights[id(rank) as usize].into()
     }
 }
 
@@ -188,24 +189,6 @@ fn last_needed(row: &Row<'_>, ranks: &mut [u64], share: f64) -> u64 {
     };
     // Nothing is lost by rounding at the end: the last sum is the whole one, and a share of it is not more.
     *ranks.iter().find(is_enough).expect("all hold a share of all")
-}
-
-/// Orders tokens: the most likely first, the lowest id of equals.
-fn rank(logit: f32, token: u32) -> u64 {
-    let bits = (logit + 0.0).to_bits(); // No -0: it is equal to 0.
-    let ascending = if bits >> 31 == 1 { !bits } else { bits | 1 << 31 };
-    u64::from(!ascending) << 32 | u64::from(token)
-}
-
-/// The token of a rank.
-fn token(rank: u64) -> u32 {
-    rank as u32
-}
-
-/// The logit of a rank.
-fn logit(rank: u64) -> f32 {
-    let ascending = !((rank >> 32) as u32);
-    f32::from_bits(if ascending >> 31 == 1 { ascending & !(1 << 31) } else { !ascending })
 }
 
 multiversion! {
@@ -409,7 +392,7 @@ mod tests {
             ranks.retain(|&rank| rank <= last);
         }
         ranks.retain(|&rank| row.weight(rank) >= cut.min_p.into());
-        let mut tokens: Vec<u32> = ranks.into_iter().map(token).collect();
+        let mut tokens: Vec<u32> = ranks.into_iter().map(id).collect();
         tokens.sort_unstable();
         tokens
     }
@@ -433,7 +416,7 @@ mod tests {
             let (logits, weights) = (vec![3.0; n], vec![1.0; n]);
             let row = Row { logits: &logits, weights: &weights };
             let ranks: Vec<u64> = (0_u32..).zip(&logits).map(|(token, &logit)| rank(logit, token)).collect();
-            let found = |share| search(&row, &mut ranks.clone(), (n as f64, share)).map(token);
+            let found = |share| search(&row, &mut ranks.clone(), (n as f64, share)).map(id);
             assert_eq!((found(0.5), found(0.5 + f64::EPSILON)), (None, None));
             assert_eq!(found(0.5 + 1e-8), Some(n as u32 / 2));
             assert_eq!(
@@ -443,17 +426,6 @@ mod tests {
             );
             assert_eq!(kept(&logits, 1.0, half).len(), n / 2);
         }
-    }
-
-    #[test]
-    fn ranks_go_down_from_the_most_likely_and_tell_logit_and_token() {
-        let falling = [f32::MAX, 1.5, 1.0, f32::MIN_POSITIVE, 0.0, -1e-40, -1.0, -7.5, f32::NEG_INFINITY];
-        let ranks: Vec<u64> = falling.iter().flat_map(|&x| [rank(x, 3), rank(x, 4)]).collect();
-        assert!(ranks.is_sorted_by(|a, b| a < b));
-        for (&x, rank) in falling.iter().zip(ranks.chunks(2)) {
-            assert_eq!((logit(rank[0]), token(rank[0]), token(rank[1])), (x, 3, 4));
-        }
-        assert_eq!(rank(-0.0, 3), rank(0.0, 3));
     }
 
     #[test]

@@ -4,8 +4,9 @@
 
 use crate::exp::exp;
 use crate::isa::{Isa, multiversion};
+use crate::scratch::Scratch;
 
-use super::{Gated, GatedRow, Router, RouterConfig, Scoring, Span, take_highest};
+use super::{Gated, GatedRow, Router, RouterConfig, Scoring, Span, room_for, take_highest};
 
 /// Experts of a layer at most.
 const MAX_EXPERTS: usize = 1024;
@@ -40,6 +41,7 @@ fn choose_rows_body<I: Isa>(scores: &[f32], router: Router<'_>, ids: &mut [u16])
     let RouterConfig { n_experts, top_k, scoring, .. } = router.config;
     let mut biased = [0.0; MAX_EXPERTS];
     let biased = &mut biased[..n_experts];
+    let mut ranks = Scratch::take(room_for(n_experts));
     for (scores, ids) in scores.chunks_exact(n_experts).zip(ids.chunks_exact_mut(top_k)) {
         for (biased, &score) in biased.iter_mut().zip(scores) {
             *biased = sigmoid::<I>(score);
@@ -49,32 +51,38 @@ fn choose_rows_body<I: Isa>(scores: &[f32], router: Router<'_>, ids: &mut [u16])
         }
         match scoring {
             Scoring::Sigmoid { n_groups, top_groups } if top_groups < n_groups => {
-                take_from_groups(biased, (n_groups, top_groups), ids);
+                take_from_groups(biased, (n_groups, top_groups), &mut ranks, ids);
             }
-            _ => take_highest(biased, ids),
+            _ => take_highest(biased, &mut ranks, ids),
         }
     }
 }
 
 /// The highest of `top_groups` groups. Moves these groups to the front of `biased`, in order.
-fn take_from_groups(biased: &mut [f32], (n_groups, top_groups): (usize, usize), ids: &mut [u16]) {
+#[inline(always)]
+fn take_from_groups(
+    biased: &mut [f32],
+    (n_groups, top_groups): (usize, usize),
+    ranks: &mut [u64],
+    ids: &mut [u16],
+) {
     let group = biased.len() / n_groups;
     let mut sums = [0.0; MAX_EXPERTS / 2];
     let sums = &mut sums[..n_groups];
     for (sum, group) in sums.iter_mut().zip(biased.chunks_exact(group)) {
         let mut best = [0; 2];
-        take_highest(group, &mut best);
+        take_highest(group, ranks, &mut best);
         *sum = best.iter().map(|&at| group[usize::from(at)]).sum();
     }
     let mut kept = [0; MAX_EXPERTS / 2];
     let kept = &mut kept[..top_groups];
-    take_highest(sums, kept);
+    take_highest(sums, ranks, kept);
     kept.sort_unstable();
     for (to, &from) in kept.iter().enumerate() {
         let from = usize::from(from) * group;
         biased.copy_within(from..from + group, to * group);
     }
-    take_highest(&biased[..top_groups * group], ids);
+    take_highest(&biased[..top_groups * group], ranks, ids);
     for id in ids {
         let at = usize::from(*id);
         let expert = usize::from(kept[at / group]) * group + at % group;
