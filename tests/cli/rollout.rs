@@ -224,6 +224,10 @@ fn what_no_token_can_be_drawn_by_is_refused() {
         ["--top-k", "16777217"],
         ["--top-k", "0.5"],
         ["--min-p", "-0.1"],
+        ["--temperature", "-1"],
+        ["--temperature", "1e-40"],
+        ["--temperature", "1e39"],
+        ["--temperature", "inf"],
     ] {
         assert!(refused(&broken).starts_with("exit 2\nerror: invalid value"), "{broken:?}");
     }

@@ -110,6 +110,48 @@ fn weights_that_are_not_numbers() {
 }
 
 #[test]
+fn weights_that_overflow() {
+    let directory = Directory::with_model();
+    change_tensors(&directory, |tensors| {
+        // 3e38 in bf16: finite, as is every weight, but no sum of such is.
+        let (_, _, bytes) = tensors.get_mut("model.norm.weight").unwrap();
+        bytes.chunks_exact_mut(2).for_each(|value| value.copy_from_slice(&0x7F61_u16.to_le_bytes()));
+    });
+    directory.write("prompts.jsonl", "{\"prompt\": \"1+1=\"}\n");
+    directory.write("tokens.jsonl", "{\"tokens\": [8, 11, 14]}\n");
+    // Without what is said at the start.
+    let refused = |arguments: &[&str]| {
+        let said = directory.refused(arguments);
+        let is_of_error = |line: &&str| ["exit", "error", "hint"].iter().any(|word| line.starts_with(word));
+        said.lines().filter(is_of_error).collect::<Vec<_>>().join("\n")
+    };
+    let rollout =
+        ["rollout", "model", "--prompts", "prompts.jsonl", "--out", "out.jsonl", "--max-new-tokens", "4"];
+    assert_snapshot!(refused(&rollout), @"
+    exit 4
+    error: group 0, rollout 0: the logprob of the token at position 4 is NaN
+    hint: numbers overflow on their way through these weights: go back to an earlier checkpoint, and if a run made them, lower `train.lr`
+    ");
+    assert!(!directory.path("out.jsonl").exists());
+    let truncated = [&rollout[..], &["--top-k", "4"]].concat();
+    assert_eq!(refused(&truncated), refused(&rollout));
+    let score = |side| directory.refused(&["score", "model", "--input", "tokens.jsonl", "--side", side]);
+    assert_snapshot!(score("engine"), @"
+    exit 4
+    error: cannot score tokens.jsonl:1
+      caused by: the logprob of the token at position 1 is NaN
+
+    hint: numbers overflow on their way through these weights: go back to an earlier checkpoint, and if a run made them, lower `train.lr`
+    ");
+    assert_eq!(score("trainer"), score("engine"));
+    assert_snapshot!(refused(&["run", "recipe.yaml", "--set", "eval.problems=0"]), @"
+    exit 4
+    error: group 0, rollout 0: the logprob of the token at position 4 is NaN
+    hint: numbers overflow on their way through these weights: go back to an earlier checkpoint, and if a run made them, lower `train.lr`
+    ");
+}
+
+#[test]
 fn a_missing_tensor() {
     let directory = Directory::with_model();
     change_tensors(&directory, |tensors| {

@@ -15,7 +15,7 @@ use r3_model::forward::{forward, logits};
 use r3_model::rows::Rows;
 use r3_model::source::{TensorHash, TensorSource};
 use r3_scheduler::plan::{Chunk, Logits, TickPlan};
-use r3_scheduler::request::{Finished, Request, Sample};
+use r3_scheduler::request::{Finished, Request, Sample, SequenceView};
 use r3_scheduler::scheduler::{Scheduler, SchedulerStats};
 
 use crate::config::EngineConfig;
@@ -145,7 +145,8 @@ impl Engine {
     /// Computes one batch: plan, forward, record, sample, advance. Does nothing when there is no work.
     ///
     /// # Errors
-    /// If the forward fails, which would be a bug: requests are checked when they are submitted.
+    /// If a token's logprob is not finite, since numbers overflow under these weights. If the forward fails, which would be
+    /// a bug: requests are checked when they are submitted.
     pub fn tick(&mut self) -> Result<TickStats, EngineError> {
         self.tick_within(self.config.max_batch_tokens)
     }
@@ -176,8 +177,20 @@ impl Engine {
         let plan = self.scheduler.tick_plan();
         let stats = TickStats { computed_tokens: plan.n_tokens(), sampled_tokens: self.samples.len() };
         self.exec.release(logits);
+        let checked = self.check_samples();
         self.scheduler.advance(&self.samples, self.version);
-        Ok(stats)
+        checked.map(|()| stats)
+    }
+
+    /// Refuses tokens that were drawn from what is no distribution: finite weights may still overflow.
+    fn check_samples(&self) -> Result<(), EngineError> {
+        match self.samples.iter().find(|sample| !sample.logprob.is_finite()) {
+            None => Ok(()),
+            Some(&Sample { sequence, logprob, .. }) => {
+                let SequenceView { group, index, position, .. } = self.scheduler.sequence(sequence);
+                Err(EngineError::NonFinite { group, index, position, logprob })
+            }
+        }
     }
 
     /// Ticks until a rollout has ended or there is no work, and calls `after` after every tick.

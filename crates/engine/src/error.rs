@@ -1,5 +1,6 @@
 //! Why the engine cannot be built, or refuses a request.
 
+use r3_core::ids::GroupId;
 use r3_core::routes::RouteError;
 use r3_core::support::SupportError;
 use r3_model::error::ModelError;
@@ -39,6 +40,10 @@ pub enum EngineError {
         "the token at position {position} was drawn from a set with token {token}, outside the vocabulary of {vocab_size}"
     )]
     SupportToken { token: u32, position: usize, vocab_size: usize },
+    #[error("group {group}, rollout {index}: the logprob of the token at position {position} is {logprob}")]
+    NonFinite { group: GroupId, index: u32, position: usize, logprob: f32 },
+    #[error("the logprob of the token at position {position} is {logprob}")]
+    ScoreNonFinite { position: usize, logprob: f32 },
     #[error(transparent)]
     Scheduler(#[from] SchedulerError),
     #[error(transparent)]
@@ -74,6 +79,11 @@ impl EngineError {
                 "`supports` has a list for each of the last tokens, ascending, with that token in it".into()
             }
             Self::SupportToken { .. } => "check which model the tokens are of".into(),
+            Self::NonFinite { .. } | Self::ScoreNonFinite { .. } => {
+                "numbers overflow on their way through these weights: go back to an earlier checkpoint, and if a run made \
+                 them, lower `train.lr`"
+                    .into()
+            }
             Self::Scheduler(error) => error.hint(),
             Self::Model(error) => error.hint(),
         }

@@ -218,6 +218,7 @@ impl RunError {
             Self::Model(error) => model_class(error),
             Self::Engine(error) => match error {
                 EngineError::Model(error) => model_class(error),
+                EngineError::NonFinite { .. } | EngineError::ScoreNonFinite { .. } => ExitClass::Diverged,
                 EngineError::Audit { .. }
                 | EngineError::Busy { .. }
                 | EngineError::Scheduler(SchedulerError::StaleEpoch { .. }) => ExitClass::Bug,
@@ -373,6 +374,7 @@ mod tests {
             (ExitClass::Usage, EngineError::TooLong { tokens: 2, max_positions: 1 }.into()),
             (ExitClass::Bug, EngineError::Audit { tensors: 2, differing: 1, first: name() }.into()),
             (ExitClass::Bug, EngineError::Busy { sequences: 1 }.into()),
+            (ExitClass::Diverged, EngineError::ScoreNonFinite { position: 1, logprob: f32::NAN }.into()),
             (ExitClass::Bug, EngineError::from(stale).into()),
             (ExitClass::Usage, frame_too_large.into()),
             (ExitClass::Machine, RingError::NoRoom { needed_bytes: 2, available_bytes: 1 }.into()),

@@ -112,7 +112,7 @@ impl Scorer {
     ///
     /// # Errors
     /// If there are fewer than two tokens, a token is outside the vocabulary, the sequence is too long, nothing can be
-    /// divided by the temperature, or routes or supports break their contract.
+    /// divided by the temperature, routes or supports break their contract, or a logprob is not finite.
     pub fn score(&mut self, input: &ScoreInput) -> Result<ScoreOutput, RunError> {
         let tokens: Vec<TokenId> = input.tokens.iter().copied().map(TokenId).collect();
         if tokens.len() < 2 {
@@ -143,6 +143,9 @@ impl Scorer {
             Self::Engine(engine) => engine.score(&sequence)?,
             Self::Trainer(policy) => score_trainer(policy, &sequence)?,
         };
+        if let Some(at) = logprobs.iter().position(|logprob| !logprob.is_finite()) {
+            return Err(EngineError::ScoreNonFinite { position: at + 1, logprob: logprobs[at] }.into());
+        }
         Ok(ScoreOutput {
             logprobs,
             routed_experts: unpack(view.unwrap_or(live.view())),

@@ -20,6 +20,8 @@ pub enum Limit {
     UpTo(u32),
     /// Above 0, also when rounded to f32.
     Positive,
+    /// The same, and so large that its inverse is finite in f32: numbers are divided by it.
+    Divisor,
     /// 0 or more, and finite in f32.
     NotNegative,
     /// From 0 to 1.
@@ -35,6 +37,8 @@ pub enum Limit {
 }
 
 impl Limit {
+    /// Of `rollout.temperature`.
+    pub const TEMPERATURE: Self = Self::Divisor;
     /// Of `rollout.top_p`.
     pub const TOP_P: Self = Self::PositiveShare;
     /// Of `rollout.sample_top_k`.
@@ -52,6 +56,7 @@ impl Limit {
             Self::Count(from) => (f64::from(from)..=f64::from(Self::MAX_COUNT)).contains(&value),
             Self::UpTo(to) => (1.0..=f64::from(to)).contains(&value),
             Self::Positive => single > 0.0 && single.is_finite(),
+            Self::Divisor => single > 0.0 && single.is_finite() && single.recip().is_finite(),
             Self::NotNegative => single >= 0.0 && single.is_finite(),
             Self::Share => (0.0..=1.0).contains(&value),
             Self::PositiveShare => value > 0.0 && value <= 1.0,
@@ -68,7 +73,8 @@ impl Limit {
             Self::Count(from) if value < f64::from(from) => format!("at least {from}"),
             Self::Count(_) => format!("at most {}", Self::MAX_COUNT),
             Self::UpTo(to) => format!("from 1 to {to}"),
-            Self::Positive if value <= 0.0 => "above 0".into(),
+            Self::Positive | Self::Divisor if value <= 0.0 => "above 0".into(),
+            Self::Divisor => "in the range 3e-39 to 3e38".into(),
             Self::NotNegative if value < 0.0 => "at least 0".into(),
             Self::Positive | Self::NotNegative => "in the range of f32, 1e-45 to 3e38".into(),
             Self::Share => "from 0 to 1".into(),
@@ -469,7 +475,7 @@ fn check_rollout(rollout: &Rollout) -> Result<(), Rule> {
     within("rollout.groups", rollout.groups, Limit::Count(1), "16")?;
     within("rollout.group_size", rollout.group_size, Limit::Count(2), "8")?;
     within("rollout.max_new_tokens", rollout.max_new_tokens, Limit::Count(1), "16")?;
-    within("rollout.temperature", rollout.temperature, Limit::Positive, "1.0")?;
+    within("rollout.temperature", rollout.temperature, Limit::TEMPERATURE, "1.0")?;
     within("rollout.over_sampling_groups", rollout.over_sampling_groups, Limit::Count(0), "0")?;
     within("rollout.top_p", rollout.top_p, Limit::TOP_P, "1.0")?;
     within("rollout.min_p", rollout.min_p, Limit::MIN_P, "0")?;

@@ -49,7 +49,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = value_parser!(u32).range(1..=1 << 24))]
     max_new_tokens: u32,
     /// Divides the logits; 0 takes the most likely token
-    #[arg(long, value_name = "T", default_value_t = 1.0, value_parser = temperature)]
+    #[arg(long, value_name = "T", default_value_t = 1.0, value_parser = temperature, allow_negative_numbers = true)]
     temperature: f32,
     /// Draws from the fewest most likely tokens that hold this much of what --top-k left; 1 takes all of them
     #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = top_p, allow_negative_numbers = true)]
@@ -157,7 +157,7 @@ fn within(text: &str, limit: Limit) -> Result<f32, String> {
     if limit.holds(value) { Ok(value as f32) } else { Err(format!("must be {}", limit.instead_of(value))) }
 }
 
+/// As a recipe's, and 0, which takes the most likely token.
 fn temperature(text: &str) -> Result<f32, String> {
-    let value: f32 = text.parse().map_err(|_| "not a number".to_owned())?;
-    if value >= 0.0 && value.is_finite() { Ok(value) } else { Err("has to be 0 or more".into()) }
+    if text.parse() == Ok(0.0) { Ok(0.0) } else { within(text, Limit::TEMPERATURE) }
 }
