@@ -231,16 +231,30 @@ fn write_rows<E: Element>([keys, values]: &[Disjoint<'_, E>; 2], rows: &NewRows<
         // SAFETY: as above.
         let values = unsafe { values.part(start..start + head_dim) };
         let row = (t * n_kv_heads + kv_head) * head_dim..(t * n_kv_heads + kv_head + 1) * head_dim;
+        let (k, last_k) = rows.k[row.clone()].as_chunks::<LANES>();
+        let (v, last_v) = rows.v[row].as_chunks::<LANES>();
+        let (lines, _) = keys.as_chunks_mut::<LANES>();
+        let (whole_lines, last_lines) = lines.split_at_mut(k.len() * LANES);
         // Rounding vectorises, spreading keys over lines does not: 16 at a time do one, then the other.
-        let keys = keys.chunks_mut(LANES * LANES).zip(rows.k[row.clone()].chunks(LANES));
-        for (keys, k) in keys {
-            for (line, k) in keys.chunks_exact_mut(LANES).zip(E::narrow(&padded(k))) {
-                line[lane] = k;
-            }
+        for (lines, k) in whole_lines.chunks_exact_mut(LANES).zip(k) {
+            spread_key(lines, E::narrow(k), lane);
         }
-        for (values, v) in values.chunks_mut(LANES).zip(rows.v[row].chunks(LANES)) {
-            values.copy_from_slice(&E::narrow(&padded(v))[..v.len()]);
+        let (whole_values, last_values) = values.as_chunks_mut::<LANES>();
+        for (values, v) in whole_values.iter_mut().zip(v) {
+            *values = E::narrow(v);
         }
+        if !last_k.is_empty() {
+            spread_key(last_lines, E::narrow(&padded(last_k)), lane);
+            last_values.copy_from_slice(&E::narrow(&padded(last_v))[..last_v.len()]);
+        }
+    }
+}
+
+/// Writes each number of `key` into lane `lane` of a line of its own.
+#[inline(always)]
+fn spread_key<E: Element>(lines: &mut [[E; LANES]], key: [E; LANES], lane: usize) {
+    for (line, k) in lines.iter_mut().zip(key) {
+        line[lane] = k;
     }
 }
 

@@ -22,7 +22,14 @@ pub(crate) fn max(row: &[f32]) -> f32 {
     for (lane, &value) in lanes.iter_mut().zip(rest) {
         *lane = larger(*lane, value);
     }
-    lanes.into_iter().fold(f32::NEG_INFINITY, larger)
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] = larger(lanes[i], lanes[i + width]);
+        }
+        width /= 2;
+    }
+    lanes[0]
 }
 
 /// Sum of `exp(scale * (x - max))` over `row`.

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::kernel::{Element, LANES, MAX_PASS, Rows, View, padded};
+use super::kernel::{Element, LANES, MAX_PASS, Rows, View, lanes_of, padded, whole_tiles};
 use super::packed::{PackedAttention, PackedSequence};
 use super::{Heads, Pages, Table};
 use crate::isa::{Isa, Lanes, multiversion, sum_lanes};
@@ -183,11 +183,11 @@ fn walk<I: Isa, E: Element>(
             buffers.out_grads.extend_from_slice(&job.operands.grad[row]);
         }
         match n {
-            8 => backward_pass::<I, E, 8>(views, (rows, first), tokens, buffers),
-            4 => backward_pass::<I, E, 4>(views, (rows, first), tokens, buffers),
-            3 => backward_pass::<I, E, 3>(views, (rows, first), tokens, buffers),
-            2 => backward_pass::<I, E, 2>(views, (rows, first), tokens, buffers),
-            _ => backward_pass::<I, E, 1>(views, (rows, first), tokens, buffers),
+            8 => backward_pass::<I, E, 8, 2>(views, (rows, first), tokens, buffers),
+            4 => backward_pass::<I, E, 4, 1>(views, (rows, first), tokens, buffers),
+            3 => backward_pass::<I, E, 3, 1>(views, (rows, first), tokens, buffers),
+            2 => backward_pass::<I, E, 2, 1>(views, (rows, first), tokens, buffers),
+            _ => backward_pass::<I, E, 1, 1>(views, (rows, first), tokens, buffers),
         }
         for (r, row) in buffers.q_grads.chunks_exact(heads.head_dim).enumerate() {
             // SAFETY: tasks are distinct pairs of unit and kv head, and the range is such a pair's.
@@ -203,7 +203,7 @@ fn walk<I: Isa, E: Element>(
 /// With `p` the probabilities and `g` the output's gradient: `ds_j = p_j (g . v_j - sum_i p_i g . v_i)`, then
 /// `dq = sum_j ds_j k_j`, `dk_j += ds_j q`, `dv_j += p_j g`.
 #[inline(always)]
-fn backward_pass<I: Isa, E: Element, const R: usize>(
+fn backward_pass<I: Isa, E: Element, const R: usize, const T: usize>(
     [view, swapped]: &[View<'_, E>; 2],
     (rows, first): (Rows, usize),
     tokens: Tokens,
@@ -211,14 +211,17 @@ fn backward_pass<I: Isa, E: Element, const R: usize>(
 ) {
     let stride = buffers.probabilities.len() / MAX_PASS;
     let n_keys = rows.n_keys(first + R - 1);
-    view.score::<I, R, 1>(&buffers.queries, n_keys, &mut buffers.probabilities, stride);
-    swapped.score::<I, R, 1>(&buffers.out_grads, n_keys, &mut buffers.score_grads, stride);
+    view.score::<I, R, T>(&buffers.queries, n_keys, &mut buffers.probabilities, stride);
+    swapped.score::<I, R, T>(&buffers.out_grads, n_keys, &mut buffers.score_grads, stride);
     for r in 0..R {
-        let (seen, unseen) =
-            buffers.probabilities[r * stride..][..n_keys].split_at_mut(rows.n_keys(first + r));
-        unseen.fill(0.0);
+        let n_seen = rows.n_keys(first + r);
+        let seen = whole_tiles(&mut buffers.probabilities, (r, stride), n_seen);
+        let grads = &mut buffers.score_grads[r * stride..][..stride];
+        grads[n_seen..].fill(0.0);
         let sum = exp_in_place::<I>(seen, max(seen));
-        softmax_gradient::<I>(seen, sum, &mut buffers.score_grads[r * stride..][..n_keys]);
+        softmax_gradient::<I>(seen.as_chunks_mut().0, sum, grads.as_chunks_mut().0);
+        let n_whole = seen.len();
+        buffers.probabilities[r * stride + n_whole..(r + 1) * stride].fill(0.0);
     }
     buffers.q_grads.clear();
     buffers.q_grads.resize(R * view.head_dim, 0.0);
@@ -233,21 +236,24 @@ fn backward_pass<I: Isa, E: Element, const R: usize>(
     }
 }
 
-/// Divides `exps` by their `sum`, and turns `grads`, of the probabilities, into those of the scores; 0 beyond `exps`.
+/// Scales `exps` by their `sum`, and turns `grads`, of the probabilities, into those of the scores.
 #[inline(always)]
-fn softmax_gradient<I: Isa>(exps: &mut [f32], sum: f32, grads: &mut [f32]) {
-    let (grads, unseen) = grads.split_at_mut(exps.len());
-    unseen.fill(0.0);
+fn softmax_gradient<I: Isa>(exps: &mut [[f32; LANES]], sum: f32, grads: &mut [[f32; LANES]]) {
+    // A product where a quotient would take ten times as long.
+    let scale = 1.0 / sum;
     let mut lanes = [0.0; LANES];
-    for (exps, grads) in exps.chunks_mut(LANES).zip(grads.chunks(LANES)) {
-        for ((lane, p), &grad) in lanes.iter_mut().zip(exps).zip(grads) {
-            *p /= sum;
-            *lane = I::mul_add(*p, grad, *lane);
+    for (exps, grads) in exps.iter_mut().zip(&*grads) {
+        // Two loops, each of which becomes a vector's instruction or two.
+        for p in &mut *exps {
+            *p *= scale;
+        }
+        for ((lane, &p), &grad) in lanes.iter_mut().zip(&*exps).zip(grads) {
+            *lane = I::mul_add(p, grad, *lane);
         }
     }
     let mean = sum_lanes(lanes);
-    for (grad, p) in grads.iter_mut().zip(exps) {
-        *grad = *p * (*grad - mean);
+    for (grad, p) in grads.as_flattened_mut().iter_mut().zip(exps.as_flattened()) {
+        *grad = p * (*grad - mean);
     }
 }
 
@@ -260,35 +266,78 @@ fn add_outer<I: Isa, const R: usize>(
     out: &mut [f32],
 ) {
     let head_dim = rows.len() / R;
-    let whole = head_dim - head_dim % LANES;
-    let weights: [&[f32]; R] = std::array::from_fn(|r| &weights[r * stride..][positions.clone()]);
-    for column in (0..whole).step_by(LANES) {
-        add_outer_columns::<I, R>(weights, rows, (column, LANES), out);
+    let outer = Outer { weights, stride, positions, rows };
+    let out = &mut out[..outer.positions.len() * head_dim];
+    let mut column = 0;
+    // As many columns as there are registers for rows: each weight is loaded once for all of them.
+    while column + LANES <= head_dim {
+        column += match (head_dim - column) / LANES {
+            2.. if I::WIDE => outer.add_columns::<I, R, 2>(column, out),
+            _ => outer.add_columns::<I, R, 1>(column, out),
+        };
     }
-    if whole < head_dim {
-        add_outer_columns::<I, R>(weights, rows, (whole, head_dim - whole), out);
+    if column < head_dim {
+        outer.add_last_columns::<I, R>(column, out);
     }
 }
 
-/// The `width` columns from `column` on.
-#[inline(always)]
-fn add_outer_columns<I: Isa, const R: usize>(
-    weights: [&[f32]; R],
-    rows: &[f32],
-    (column, width): (usize, usize),
-    out: &mut [f32],
-) {
-    let head_dim = rows.len() / R;
-    let rows: [I::Lanes; R] =
-        std::array::from_fn(|r| I::Lanes::load(&padded(&rows[r * head_dim + column..][..width])));
-    for (p, out) in out.chunks_exact_mut(head_dim).take(weights[0].len()).enumerate() {
-        let out = &mut out[column..][..width];
-        let mut sum = I::Lanes::load(&padded(out));
-        for (row, weights) in rows.iter().zip(&weights) {
-            sum = I::Lanes::splat(weights[p]).mul_add(*row, sum);
+/// Rows waiting to be added.
+struct Outer<'a> {
+    weights: &'a [f32],
+    stride: usize,
+    positions: Range<usize>,
+    rows: &'a [f32],
+}
+
+impl Outer<'_> {
+    /// The columns `column..column + 16 C` of [`add_outer`]; `16 C`.
+    #[inline(always)]
+    fn add_columns<I: Isa, const R: usize, const C: usize>(&self, column: usize, out: &mut [f32]) -> usize {
+        let head_dim = self.rows.len() / R;
+        let mut columns = [[I::Lanes::splat(0.0); C]; R];
+        for (r, columns) in columns.iter_mut().enumerate() {
+            for (c, lanes) in columns.iter_mut().enumerate() {
+                *lanes = I::Lanes::load(lanes_of(&self.rows[r * head_dim + column + c * LANES..]));
+            }
         }
-        let mut lanes = [0.0; LANES];
-        sum.store(&mut lanes);
-        out.copy_from_slice(&lanes[..width]);
+        // Checked here once: a slice a row would take the registers that hold addresses, and a check a number.
+        assert!(self.positions.end <= self.stride && R * self.stride <= self.weights.len());
+        for (p, out) in self.positions.clone().zip(out.chunks_exact_mut(head_dim)) {
+            let out = &mut out[column..][..C * LANES];
+            let mut sums = [I::Lanes::splat(0.0); C];
+            for (c, sum) in sums.iter_mut().enumerate() {
+                *sum = I::Lanes::load(lanes_of(&out[c * LANES..]));
+            }
+            for (r, columns) in columns.iter().enumerate() {
+                // SAFETY: `p` is one of the positions, and so below `stride`.
+                let weight = I::Lanes::splat(unsafe { *self.weights.get_unchecked(r * self.stride + p) });
+                for c in 0..C {
+                    sums[c] = weight.mul_add(columns[c], sums[c]);
+                }
+            }
+            for (c, sum) in sums.iter().enumerate() {
+                sum.store(out[c * LANES..].first_chunk_mut().expect("columns lie inside a head"));
+            }
+        }
+        C * LANES
+    }
+
+    /// The columns from `column` on, fewer than 16.
+    #[inline(always)]
+    fn add_last_columns<I: Isa, const R: usize>(&self, column: usize, out: &mut [f32]) {
+        let head_dim = self.rows.len() / R;
+        let rows: [I::Lanes; R] = std::array::from_fn(|r| {
+            I::Lanes::load(&padded(&self.rows[r * head_dim + column..][..head_dim - column]))
+        });
+        for (p, out) in self.positions.clone().zip(out.chunks_exact_mut(head_dim)) {
+            let out = &mut out[column..];
+            let mut sum = I::Lanes::load(&padded(out));
+            for (r, row) in rows.iter().enumerate() {
+                sum = I::Lanes::splat(self.weights[r * self.stride + p]).mul_add(*row, sum);
+            }
+            let mut lanes = [0.0; LANES];
+            sum.store(&mut lanes);
+            out.copy_from_slice(&lanes[..out.len()]);
+        }
     }
 }

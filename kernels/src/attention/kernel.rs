@@ -137,10 +137,12 @@ impl<E: Element> View<'_, E> {
         scores: &mut [f32],
         stride: usize,
     ) {
-        let queries: [&[f32]; R] = std::array::from_fn(|r| &queries[r * self.head_dim..][..self.head_dim]);
+        let head_dim = self.head_dim;
+        // Checked here once: a slice a row would take the registers that hold addresses, and a check a number.
+        assert!(queries.len() >= R * head_dim && scores.len() >= R * stride && n_keys <= stride);
         let mut runs = self.runs(0..n_keys);
         let mut ahead = runs.take_some::<T>();
-        let step = if self.kv_head + 1 < self.n_kv_heads { LANES * self.head_dim } else { 0 };
+        let step = if self.kv_head + 1 < self.n_kv_heads { LANES * head_dim } else { 0 };
         let next_head = ahead.map_or([0; T], |(tiles, _)| tiles.map(|run| run.tile + step));
         while let Some((tiles, n_tiles)) = ahead {
             ahead = runs.take_some::<T>();
@@ -152,30 +154,36 @@ impl<E: Element> View<'_, E> {
                     self.keys.as_ptr().wrapping_add(ahead.map_or(next_head[t], |(tiles, _)| tiles[t].tile));
             }
             let mut sums = [[I::Lanes::splat(0.0); T]; R];
-            for d in 0..self.head_dim {
+            for d in 0..head_dim {
                 let mut keys = [I::Lanes::splat(0.0); T];
                 for t in 0..T {
-                    keys[t] = I::Lanes::load(&E::widen(&lines[t][d]));
+                    // SAFETY: `key_lines` are `head_dim`.
+                    keys[t] = I::Lanes::load(&E::widen(unsafe { lines[t].get_unchecked(d) }));
                     if (d * LANES * size_of::<E>()).is_multiple_of(LINE_BYTES) {
                         prefetch(next[0][t].wrapping_add(d * LANES));
                         prefetch(next[1][t].wrapping_add(d * LANES));
                     }
                 }
-                for r in 0..R {
-                    let query = I::Lanes::splat(queries[r][d]);
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    // SAFETY: the index is below `R * head_dim`, which `queries` have.
+                    let query = I::Lanes::splat(unsafe { *queries.get_unchecked(r * head_dim + d) });
                     for t in 0..T {
-                        sums[r][t] = query.mul_add(keys[t], sums[r][t]);
+                        sums[t] = query.mul_add(keys[t], sums[t]);
                     }
                 }
             }
             for (r, sums) in sums.iter().enumerate() {
+                let row = &mut scores[r * stride..][..stride];
                 for (run, sum) in tiles[..n_tiles].iter().zip(sums) {
-                    let mut lanes = [0.0; LANES];
-                    sum.store(&mut lanes);
-                    let row = &mut scores[r * stride + run.position..];
-                    match row.first_chunk_mut::<LANES>() {
-                        Some(row) if run.len == LANES => *row = lanes,
-                        _ => row[..run.len].copy_from_slice(&lanes[run.lane..][..run.len]),
+                    let row = &mut row[run.position..];
+                    match row.first_chunk_mut() {
+                        // What lies behind a run that ends early is a later run's, or nobody's.
+                        Some(row) if run.lane == 0 => sum.store(row),
+                        _ => {
+                            let mut lanes = [0.0; LANES];
+                            sum.store(&mut lanes);
+                            row[..run.len].copy_from_slice(&lanes[run.lane..][..run.len]);
+                        }
                     }
                 }
             }
@@ -236,9 +244,9 @@ impl<E: Element> Weighted<'_, E> {
                 *sum = I::Lanes::load(lanes_of(&out[r * head_dim + column + c * LANES..]));
             }
         }
+        // Checked here once, as in `View::score`.
+        assert!(self.positions.end <= self.stride && R * self.stride <= self.weights.len());
         for run in self.view.runs(self.positions.clone()) {
-            let weights: [&[f32]; R] =
-                std::array::from_fn(|r| &self.weights[r * self.stride + run.position..][..run.len]);
             let values = &self.view.values[run.tile + run.lane * head_dim..][..run.len * head_dim];
             for (i, value) in values.chunks_exact(head_dim).enumerate() {
                 let value = &value[column..][..C * LANES];
@@ -246,10 +254,12 @@ impl<E: Element> Weighted<'_, E> {
                 for c in 0..C {
                     columns[c] = I::Lanes::load(&E::widen(lanes_of(&value[c * LANES..])));
                 }
-                for r in 0..R {
-                    let weight = I::Lanes::splat(weights[r][i]);
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    // SAFETY: `run.position + i` is one of the positions, and so below `stride`.
+                    let weight = unsafe { *self.weights.get_unchecked(r * self.stride + run.position + i) };
+                    let weight = I::Lanes::splat(weight);
                     for c in 0..C {
-                        sums[r][c] = weight.mul_add(columns[c], sums[r][c]);
+                        sums[c] = weight.mul_add(columns[c], sums[c]);
                     }
                 }
             }
@@ -290,7 +300,7 @@ impl<E: Element> Weighted<'_, E> {
 
 /// The first 16 of at least as many elements.
 #[inline(always)]
-fn lanes_of<E>(values: &[E]) -> &[E; LANES] {
+pub(super) fn lanes_of<E>(values: &[E]) -> &[E; LANES] {
     values.first_chunk().expect("columns lie inside a head")
 }
 
@@ -387,7 +397,7 @@ fn attend_pass<I: Isa, E: Element, const R: usize, const T: usize>(
     view.score::<I, R, T>(queries, rows.n_keys(first + R - 1), scores, stride);
     let softmax = &mut scratch.softmax[first..first + R];
     for (r, softmax) in softmax.iter_mut().enumerate() {
-        let row = &mut scores[r * stride..][..rows.n_keys(first + r)];
+        let row = whole_tiles(scores, (r, stride), rows.n_keys(first + r));
         let highest = max(row);
         *softmax = (highest, exp_in_place::<I>(row, highest));
     }
@@ -399,4 +409,13 @@ fn attend_pass<I: Isa, E: Element, const R: usize, const T: usize>(
             *value /= sum;
         }
     }
+}
+
+/// The first `n_keys` of row `r` of `scores`, and minus infinity up to a whole tile: whole vectors are faster than the rest
+/// of one, and what is added to a sum of exponentials is zero.
+#[inline(always)]
+pub(super) fn whole_tiles(scores: &mut [f32], (r, stride): (usize, usize), n_keys: usize) -> &mut [f32] {
+    let row = &mut scores[r * stride..][..n_keys.next_multiple_of(LANES)];
+    row[n_keys..].fill(f32::NEG_INFINITY);
+    row
 }

@@ -17,7 +17,7 @@ const TILE_PANELS: usize = 3;
 const FEW_ROWS: usize = 2;
 /// Depth of a strip: three panels of it take 192 KiB of the second-level cache.
 const MAX_DEPTH: usize = 1024;
-/// Panels of a register tile of one row; half of it where registers are few.
+/// Panels of a register tile of one row; half of it for two rows, or where registers are few.
 const MANY_PANELS: usize = 8;
 
 /// The 16 words of a panel at one depth, aligned so that no load straddles two cache lines.
@@ -175,22 +175,29 @@ impl Block {
     }
 }
 
-/// Rows one by one, many panels at once; returns the first panel that is left.
+/// One row by many panels, or two by half as many; returns the first panel that is left.
 #[inline(always)]
 fn few_rows<D: Dot, const BLOCKED: bool>(
     job: &Job<'_, D::Word>,
     block: &Block,
     panels: Range<usize>,
 ) -> usize {
-    let many = if D::WIDE { MANY_PANELS } else { MANY_PANELS / 2 };
+    const HALF: usize = MANY_PANELS / 2;
+    let both = D::WIDE && block.rows.len() == 2;
+    let many = if D::WIDE && !both { MANY_PANELS } else { HALF };
     let mut panel = panels.start;
     while panel + many <= panels.end {
-        // Nothing is fetched ahead: with so few rows reading is all there is to do, and the processor sees it coming.
-        for row in block.rows.clone() {
+        if both {
+            let next = block.next(job, panel..panel + HALF);
+            let ahead = next.map(|next| Ahead::share(next, block.depth.len(), (0, 1)));
+            register_tile::<D, BLOCKED, 2, HALF>(job, block, (block.rows.start, panel), ahead);
+        }
+        // Nothing is fetched ahead of one row: reading is all there is to do, and the processor sees it coming.
+        for row in block.rows.clone().filter(|_| !both) {
             if D::WIDE {
                 register_tile::<D, BLOCKED, 1, MANY_PANELS>(job, block, (row, panel), None);
             } else {
-                register_tile::<D, BLOCKED, 1, { MANY_PANELS / 2 }>(job, block, (row, panel), None);
+                register_tile::<D, BLOCKED, 1, HALF>(job, block, (row, panel), None);
             }
         }
         panel += many;
