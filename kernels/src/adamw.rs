@@ -1,9 +1,7 @@
 //! AdamW (arXiv 1711.05101), one step in place, with PyTorch's semantics.
 
-use rayon::prelude::{IndexedParallelIterator, ParallelIterator, ParallelSlice, ParallelSliceMut};
-
 use crate::isa::{Isa, multiversion};
-use crate::parallel;
+use crate::parallel::{self, Disjoint};
 
 /// What one element costs, in multiply-adds: a root, a division and seven reads or writes.
 const ELEMENT_WORK: usize = 8;
@@ -54,9 +52,17 @@ pub fn adamw(param: &mut [f32], grad: &[f32], m: &mut [f32], v: &mut [f32], step
         return update(param, grad, (m, v), &rates);
     }
     let run = n.div_ceil(n_tasks);
-    let moments = m.par_chunks_mut(run).zip(v.par_chunks_mut(run));
-    let runs = param.par_chunks_mut(run).zip(grad.par_chunks(run)).zip(moments);
-    runs.for_each(|((param, grad), moments)| update(param, grad, moments, &rates));
+    let [params, means, squares] = [param, m, v].map(Disjoint::new);
+    parallel::spread(n.div_ceil(run), true, |task| {
+        let run = task * run..n.min((task + 1) * run);
+        // SAFETY: runs of different tasks do not overlap.
+        let param = unsafe { params.part(run.clone()) };
+        // SAFETY: as above.
+        let m = unsafe { means.part(run.clone()) };
+        // SAFETY: as above.
+        let v = unsafe { squares.part(run.clone()) };
+        update(param, &grad[run], (m, v), &rates);
+    });
 }
 
 /// The step's constants, computed in f64 and rounded once, as PyTorch does.

@@ -1,11 +1,9 @@
 //! Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"), one step in place: the momentum of a
 //! matrix, made nearly orthogonal, with the scale and the decay of Moonlight (arXiv 2502.16982, equation 4).
 
-use rayon::prelude::{IndexedParallelIterator, ParallelIterator, ParallelSlice, ParallelSliceMut};
-
 use crate::gemm::Dtype;
 use crate::gemm::gradient::{Left, PlainProduct};
-use crate::parallel;
+use crate::parallel::{self, Disjoint};
 use crate::scratch::Scratch;
 
 /// Settings of one optimiser step.
@@ -51,10 +49,15 @@ pub fn muon(param: &mut [f32], grad: &[f32], sum: &mut [f32], (rows, cols): (usi
     let n_tasks = if n == len { parallel::task_count(len * rows.min(cols)) } else { 1 };
     let rate = (step.lr * ADAMW_RMS * (rows.max(cols) as f64).sqrt()) as f32;
     let keep = (1.0 - step.lr * step.weight_decay) as f32;
-    let matrices = param.par_chunks_mut(len).zip(grad.par_chunks(len)).zip(sum.par_chunks_mut(len));
-    matrices.for_each(|((param, grad), sum)| {
+    let [params, sums] = [param, sum].map(Disjoint::new);
+    parallel::spread(n / len, true, |matrix| {
+        let matrix = matrix * len..(matrix + 1) * len;
+        // SAFETY: each task has a matrix of its own.
+        let param = unsafe { params.part(matrix.clone()) };
+        // SAFETY: as above.
+        let sum = unsafe { sums.part(matrix.clone()) };
         let mut direction = Scratch::take(len);
-        add_to_sum(grad, sum, step, &mut direction);
+        add_to_sum(&grad[matrix], sum, step, &mut direction);
         orthogonalise(&mut direction, (rows, cols), step.iterations, n_tasks);
         for (param, direction) in param.iter_mut().zip(&*direction) {
             *param = keep * *param - rate * direction;

@@ -13,6 +13,7 @@ use r3_kernels::lm_head::gradient::HeadGradient;
 use r3_kernels::lm_head::kept::Kept;
 use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
 use r3_kernels::router::Routing;
+use r3_kernels::team::in_team;
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
@@ -292,16 +293,24 @@ impl Policy {
         Scored { temperature, kept }: Scored<'_>,
     ) -> Result<PolicyOutput, ModelError> {
         let mut attend = PackedSequences::new(batch);
-        let (hidden, head) = (self.hidden(batch, routing, &mut attend)?, self.head());
         let targets: Vec<u32> = batch.targets.iter().map(|token| token.0).collect();
         let [mut logprobs, mut entropies, mut target_logits] = [(); 3].map(|()| vec![0.0; targets.len()]);
-        let Tape { params, nodes, .. } = &mut self.tape;
-        head_logprobs(
-            nodes[hidden.0].rows.values(),
-            params.matrix(head)?,
-            Targets { ids: &targets, temperature, kept },
-            Scores { logprobs: &mut logprobs, entropies: &mut entropies, target_logits: &mut target_logits },
-        );
+        // A pass is hundreds of parallel sections, for each of which threads would otherwise be woken.
+        in_team(|| {
+            let (hidden, head) = (self.hidden(batch, routing, &mut attend)?, self.head());
+            let Tape { params, nodes, .. } = &mut self.tape;
+            head_logprobs(
+                nodes[hidden.0].rows.values(),
+                params.matrix(head)?,
+                Targets { ids: &targets, temperature, kept },
+                Scores {
+                    logprobs: &mut logprobs,
+                    entropies: &mut entropies,
+                    target_logits: &mut target_logits,
+                },
+            );
+            Ok::<_, ModelError>(())
+        })?;
         let leaf =
             |values: &[f32], shape: &[usize]| Ok(Var::from_slice(values, shape, &Device::Cpu)?.into_inner());
         let shape = [targets.len(), self.weights.config.n_experts];
@@ -354,9 +363,11 @@ impl Policy {
         let of_entropies = values(&output.entropy)?.unwrap_or_else(|| vec![0.0; last.targets.len()]);
         let score_grads = output.router_scores.iter().map(values);
         let score_grads: Vec<Option<Vec<f32>>> = score_grads.collect::<Result<_, ModelError>>()?;
-        self.head_backward(&last, (&of_logprobs, &of_entropies), gradients.tensors_mut())?;
-        let (weights, attend) = (&self.weights, &mut last.attend);
-        Backward { weights, attend, score_grads: &score_grads, gradients }.run(&mut self.tape, 0)
+        in_team(|| {
+            self.head_backward(&last, (&of_logprobs, &of_entropies), gradients.tensors_mut())?;
+            let (weights, attend) = (&self.weights, &mut last.attend);
+            Backward { weights, attend, score_grads: &score_grads, gradients }.run(&mut self.tape, 0)
+        })
     }
 
     /// The gradients of the head, and of the hidden states on top of the tape.

@@ -18,6 +18,9 @@ pub struct Gradients {
 /// Elements whose squares one task adds up, so that the order of the norm's sum does not depend on threads.
 const PIECE: usize = 1 << 16;
 
+/// Multiply-adds that writing an element to memory costs, about.
+const FILL_WORK: usize = 16;
+
 /// Gradients of rows that tokens looked up, kept apart until a step ends: a head that shares the table adds to all of it in
 /// every pass, and if lookups were added in between, passes would show.
 #[derive(Clone, Debug, Default)]
@@ -37,7 +40,7 @@ impl Gradients {
     /// Forgets everything added.
     pub fn zero(&mut self) {
         for tensor in &mut self.tensors {
-            tensor.fill(0.0);
+            parallel::for_rows(tensor, 1, FILL_WORK, |_, run| run.fill(0.0));
         }
         self.lookups = Lookups::default();
     }
