@@ -55,6 +55,12 @@ pub(crate) trait Lanes: Copy {
     fn store(self, to: &mut [f32; 16]);
     /// `self * b + c` per lane, rounded as [`Isa::mul_add`] does.
     fn mul_add(self, b: Self, c: Self) -> Self;
+    /// `self + b` per lane.
+    fn add(self, b: Self) -> Self;
+    /// `self - b` per lane.
+    fn sub(self, b: Self) -> Self;
+    /// `self * b` per lane.
+    fn mul(self, b: Self) -> Self;
     /// Sixteen pairs of bf16, widened: low halves, then high halves.
     fn widen(pairs: &[u32; 16]) -> (Self, Self);
 }
@@ -188,6 +194,21 @@ impl Lanes for [f32; 16] {
     }
 
     #[inline(always)]
+    fn add(self, b: Self) -> Self {
+        std::array::from_fn(|i| self[i] + b[i])
+    }
+
+    #[inline(always)]
+    fn sub(self, b: Self) -> Self {
+        std::array::from_fn(|i| self[i] - b[i])
+    }
+
+    #[inline(always)]
+    fn mul(self, b: Self) -> Self {
+        std::array::from_fn(|i| self[i] * b[i])
+    }
+
+    #[inline(always)]
     fn widen(pairs: &[u32; 16]) -> (Self, Self) {
         (pairs.map(|pair| unpair(pair)[0]), pairs.map(|pair| unpair(pair)[1]))
     }
@@ -200,10 +221,11 @@ pub(crate) use x86::{Avx2, Avx512};
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::{
-        __m256, __m512, __m512i, _mm256_and_si256, _mm256_castsi256_ps, _mm256_fmadd_ps, _mm256_loadu_ps,
-        _mm256_loadu_si256, _mm256_set1_epi32, _mm256_set1_ps, _mm256_slli_epi32, _mm256_storeu_ps,
-        _mm512_and_si512, _mm512_castsi512_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512,
-        _mm512_set1_epi32, _mm512_set1_ps, _mm512_slli_epi32, _mm512_storeu_ps,
+        __m256, __m512, __m512i, _mm256_add_ps, _mm256_and_si256, _mm256_castsi256_ps, _mm256_fmadd_ps,
+        _mm256_loadu_ps, _mm256_loadu_si256, _mm256_mul_ps, _mm256_set1_epi32, _mm256_set1_ps,
+        _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_ps, _mm512_add_ps, _mm512_and_si512,
+        _mm512_castsi512_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mul_ps,
+        _mm512_set1_epi32, _mm512_set1_ps, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
     };
 
     use super::{Isa, Lanes};
@@ -246,6 +268,24 @@ mod x86 {
         fn mul_add(self, b: Self, c: Self) -> Self {
             // SAFETY: AVX-512 exists where this runs.
             unsafe { _mm512_fmadd_ps(self, b, c) }
+        }
+
+        #[inline(always)]
+        fn add(self, b: Self) -> Self {
+            // SAFETY: AVX-512 exists where this runs.
+            unsafe { _mm512_add_ps(self, b) }
+        }
+
+        #[inline(always)]
+        fn sub(self, b: Self) -> Self {
+            // SAFETY: AVX-512 exists where this runs.
+            unsafe { _mm512_sub_ps(self, b) }
+        }
+
+        #[inline(always)]
+        fn mul(self, b: Self) -> Self {
+            // SAFETY: AVX-512 exists where this runs.
+            unsafe { _mm512_mul_ps(self, b) }
         }
 
         #[inline(always)]
@@ -305,6 +345,24 @@ mod x86 {
         fn mul_add(self, b: Self, c: Self) -> Self {
             // SAFETY: AVX2 and FMA exist where this runs.
             [unsafe { _mm256_fmadd_ps(self[0], b[0], c[0]) }, unsafe { _mm256_fmadd_ps(self[1], b[1], c[1]) }]
+        }
+
+        #[inline(always)]
+        fn add(self, b: Self) -> Self {
+            // SAFETY: AVX2 exists where this runs.
+            [unsafe { _mm256_add_ps(self[0], b[0]) }, unsafe { _mm256_add_ps(self[1], b[1]) }]
+        }
+
+        #[inline(always)]
+        fn sub(self, b: Self) -> Self {
+            // SAFETY: AVX2 exists where this runs.
+            [unsafe { _mm256_sub_ps(self[0], b[0]) }, unsafe { _mm256_sub_ps(self[1], b[1]) }]
+        }
+
+        #[inline(always)]
+        fn mul(self, b: Self) -> Self {
+            // SAFETY: AVX2 exists where this runs.
+            [unsafe { _mm256_mul_ps(self[0], b[0]) }, unsafe { _mm256_mul_ps(self[1], b[1]) }]
         }
 
         #[inline(always)]

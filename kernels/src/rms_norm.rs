@@ -2,7 +2,7 @@
 //!
 //! One row is one reduction in a fixed order, so a row's result depends on that row alone.
 
-use crate::isa::{Isa, multiversion, sum_lanes};
+use crate::isa::{Isa, Lanes, multiversion, sum_lanes};
 use crate::parallel::{self, Disjoint};
 use crate::scratch::Scratch;
 
@@ -57,7 +57,14 @@ multiversion! {
 fn normalise_rows_body<I: Isa>(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
     for (x, y) in x.chunks_exact(weight.len()).zip(y.chunks_exact_mut(weight.len())) {
         let scale = inverse_rms::<I>(x, eps);
-        for ((y, &x), &weight) in y.iter_mut().zip(x).zip(weight) {
+        // Whole vectors by name: what is short and of unknown length is not worth a vector to the compiler.
+        let scales = I::Lanes::splat(scale);
+        let (y, last_y) = y.as_chunks_mut::<LANES>();
+        let [(x, last_x), (weight, last_weight)] = [x, weight].map(|row| row.as_chunks::<LANES>());
+        for ((y, x), weight) in y.iter_mut().zip(x).zip(weight) {
+            I::Lanes::load(x).mul(scales).mul(I::Lanes::load(weight)).store(y);
+        }
+        for ((y, x), weight) in last_y.iter_mut().zip(last_x).zip(last_weight) {
             *y = x * scale * weight;
         }
     }
@@ -73,40 +80,44 @@ pub(crate) fn inverse_rms<I: Isa>(x: &[f32], eps: f32) -> f32 {
 /// order, then the lanes.
 #[inline(always)]
 fn sum_of_products<I: Isa, const N: usize>(rows: [&[f32]; N]) -> f32 {
-    let len = rows[0].len();
-    let mut sets = [[0.0; LANES]; SETS];
-    for start in (0..len).step_by(SETS * LANES) {
-        for (set, lanes) in sets.iter_mut().enumerate() {
-            let from = start + set * LANES;
-            // A whole set is a loop of known length, so that it vectorises in rows as short as a head, too.
-            if from + LANES <= len {
-                add_products::<I, N>(rows.map(|row| &row[from..from + LANES]), &mut lanes[..]);
-            } else if from < len {
-                add_products::<I, N>(rows.map(|row| &row[from..len]), &mut lanes[..len - from]);
-            }
+    let parts = rows.map(|row| row.as_chunks::<LANES>());
+    let n = parts[0].0.len();
+    let whole = parts.map(|(whole, _)| &whole[..n]);
+    let mut sums = [I::Lanes::splat(0.0); SETS];
+    let mut start = 0;
+    while start + SETS <= n {
+        for (set, sum) in sums.iter_mut().enumerate() {
+            *sum = add_products::<I, N>(whole.map(|row| &row[start + set]), *sum);
+        }
+        start += SETS;
+    }
+    for (set, sum) in sums.iter_mut().enumerate() {
+        if start + set < n {
+            *sum = add_products::<I, N>(whole.map(|row| &row[start + set]), *sum);
         }
     }
-    let [mut lanes, rest @ ..] = sets;
-    for set in rest {
-        for (lane, value) in lanes.iter_mut().zip(set) {
-            *lane += value;
+    let n_last = parts[0].1.len();
+    if n_last > 0 {
+        let mut last = [[0.0; LANES]; N];
+        for (last, (_, rest)) in last.iter_mut().zip(&parts) {
+            last[..n_last].copy_from_slice(rest);
         }
+        sums[n - start] = add_products::<I, N>(last.each_ref(), sums[n - start]);
     }
+    let [first, rest @ ..] = sums;
+    let mut lanes = [0.0; LANES];
+    rest.into_iter().fold(first, |sum, set| sum.add(set)).store(&mut lanes);
     sum_lanes(lanes)
 }
 
-/// Adds the product of element `i` of all rows to `sums[i]`.
+/// Adds the product of all rows to `sum`.
 #[inline(always)]
-fn add_products<I: Isa, const N: usize>(rows: [&[f32]; N], sums: &mut [f32]) {
-    let n = sums.len();
-    let rows = rows.map(|row| &row[..n]);
-    for (i, sum) in sums.iter_mut().enumerate() {
-        let mut factors = 1.0;
-        for row in &rows[..N - 1] {
-            factors *= row[i];
-        }
-        *sum = I::mul_add(factors, rows[N - 1][i], *sum);
+fn add_products<I: Isa, const N: usize>(rows: [&[f32; LANES]; N], sum: I::Lanes) -> I::Lanes {
+    let mut factors = I::Lanes::load(rows[0]);
+    for row in &rows[1..N - 1] {
+        factors = factors.mul(I::Lanes::load(row));
     }
+    factors.mul_add(I::Lanes::load(rows[N - 1]), sum)
 }
 
 /// The operands of a [`rms_norm`] whose gradients are wanted.
@@ -175,7 +186,18 @@ fn backward_rows_body<I: Isa>(
         *out = scale;
         let mean = sum_of_products::<I, 3>([weight, grad, x]) / width as f32;
         let pull = scale * scale * mean;
-        for (((&x, &grad), &weight), x_grad) in x.iter().zip(grad).zip(weight).zip(x_grad) {
+        let (scales, pulls) = (I::Lanes::splat(scale), I::Lanes::splat(pull));
+        let (x_grad, last_x_grad) = x_grad.as_chunks_mut::<LANES>();
+        let rows = [x, grad, weight].map(|row| row.as_chunks::<LANES>());
+        let [(x, last_x), (grad, last_grad), (weight, last_weight)] = rows;
+        for (((x_grad, x), grad), weight) in x_grad.iter_mut().zip(x).zip(grad).zip(weight) {
+            let [x, grad, weight] = [x, grad, weight].map(I::Lanes::load);
+            let slope = scales.mul(weight.mul(grad).sub(x.mul(pulls)));
+            if onto { I::Lanes::load(x_grad).add(slope) } else { slope }.store(x_grad);
+        }
+        for (((x_grad, x), grad), weight) in
+            last_x_grad.iter_mut().zip(last_x).zip(last_grad).zip(last_weight)
+        {
             let slope = scale * (weight * grad - x * pull);
             *x_grad = if onto { *x_grad + slope } else { slope };
         }
@@ -196,23 +218,48 @@ fn add_weight_gradient_body<I: Isa>(
     (first, width): (usize, usize),
     out: &mut [f32],
 ) {
-    let n = out.len();
-    let mut sums = [0.0; RUN];
-    sums[..n].copy_from_slice(out);
+    let mut column = 0;
+    // As many columns as there are registers for sums.
+    while column + LANES <= out.len() {
+        let (at, rest) = (first + column, &mut out[column..]);
+        column += match rest.len() / LANES {
+            4.. => add_columns::<I, 4>((x, grad), scales, (at, width), rest),
+            2.. => add_columns::<I, 2>((x, grad), scales, (at, width), rest),
+            _ => add_columns::<I, 1>((x, grad), scales, (at, width), rest),
+        };
+    }
+    let last = first + column..first + out.len();
     for ((x, grad), &scale) in x.chunks_exact(width).zip(grad.chunks_exact(width)).zip(scales) {
-        let (x, grad) = (&x[first..first + n], &grad[first..first + n]);
-        // A loop of known length, so that the sums stay in registers.
-        if let (Ok(x), Ok(grad)) = (<&[f32; RUN]>::try_from(x), <&[f32; RUN]>::try_from(grad)) {
-            for ((sum, x), &grad) in sums.iter_mut().zip(x).zip(grad) {
-                *sum = I::mul_add(x * scale, grad, *sum);
-            }
-        } else {
-            for ((sum, x), &grad) in sums.iter_mut().zip(x).zip(grad) {
-                *sum = I::mul_add(x * scale, grad, *sum);
-            }
+        for ((sum, x), &grad) in out[column..].iter_mut().zip(&x[last.clone()]).zip(&grad[last.clone()]) {
+            *sum = I::mul_add(x * scale, grad, *sum);
         }
     }
-    out.copy_from_slice(&sums[..n]);
+}
+
+/// The first `16 C` columns of `out`, with the sums in registers; `16 C`.
+#[inline(always)]
+fn add_columns<I: Isa, const C: usize>(
+    (x, grad): (&[f32], &[f32]),
+    scales: &[f32],
+    (first, width): (usize, usize),
+    out: &mut [f32],
+) -> usize {
+    let (out, _) = out.as_chunks_mut::<LANES>();
+    let mut sums = [I::Lanes::splat(0.0); C];
+    for (sum, out) in sums.iter_mut().zip(&*out) {
+        *sum = I::Lanes::load(out);
+    }
+    for ((x, grad), &scale) in x.chunks_exact(width).zip(grad.chunks_exact(width)).zip(scales) {
+        let scale = I::Lanes::splat(scale);
+        let [x, grad] = [x, grad].map(|row| row[first..first + C * LANES].as_chunks::<LANES>().0);
+        for ((sum, x), grad) in sums.iter_mut().zip(x).zip(grad) {
+            *sum = I::Lanes::load(x).mul(scale).mul_add(I::Lanes::load(grad), *sum);
+        }
+    }
+    for (sum, out) in sums.into_iter().zip(out) {
+        sum.store(out);
+    }
+    C * LANES
 }
 
 #[cfg(test)]
