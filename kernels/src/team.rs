@@ -32,7 +32,7 @@ enum Role {
 
 /// Runs `body` with the threads of the current pool at hand for the sections in it.
 ///
-/// Worth it from some tens of microseconds of work on. `body` runs on a thread of the pool.
+/// Worth it from some tens of microseconds of work on. `body` runs on the calling thread.
 pub fn in_team<R: Send>(body: impl FnOnce() -> R + Send) -> R {
     let n_helpers = rayon::current_num_threads() - 1;
     if n_helpers == 0 || !matches!(ROLE.get(), Role::Alone) {
@@ -43,7 +43,15 @@ pub fn in_team<R: Send>(body: impl FnOnce() -> R + Send) -> R {
         let _leading = Leading::of(&team);
         body()
     };
-    rayon::join(lead, || help(&team, n_helpers)).0
+    if rayon::current_thread_index().is_some() {
+        return rayon::join(lead, || help(&team, n_helpers)).0;
+    }
+    // A thread from outside leads itself, for buffers of one call are free for the next on the same thread only; one of the
+    // pool's stays asleep.
+    rayon::in_place_scope(|scope| {
+        (0..n_helpers).for_each(|_| scope.spawn(|_| team.help()));
+        lead()
+    })
 }
 
 /// Which of the section's threads runs the current task, below the threads of the pool: no two run one at a time.
@@ -317,6 +325,25 @@ mod tests {
         in_pool(2, || in_team(nested));
         in_pool(2, || in_team(|| in_team(nested)));
         assert_eq!(count.into_inner(), 4 * 15);
+    }
+
+    #[test]
+    fn outside_of_a_pool_the_calling_thread_leads() {
+        let (caller, count) = (thread::current().id(), AtomicUsize::new(0));
+        for panics in [false, true] {
+            let lead = || {
+                in_team(|| {
+                    assert_eq!(thread::current().id(), caller);
+                    run(64, &|_| {
+                        assert!(member() > 0 || thread::current().id() == caller);
+                        count.fetch_add(1, Ordering::Relaxed);
+                    });
+                    assert!(!panics, "asked to");
+                });
+            };
+            assert_eq!(catch_unwind(AssertUnwindSafe(lead)).is_err(), panics);
+        }
+        assert_eq!(count.into_inner(), 2 * 64);
     }
 
     #[test]
