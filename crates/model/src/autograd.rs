@@ -208,8 +208,8 @@ impl Policy {
     }
 
     /// Changes what is trained, and then the weights that follow from it.
-    pub fn change<R>(&mut self, body: impl FnOnce(&[(String, Var)]) -> R) -> R {
-        let result = body(self.tape.params.trained());
+    pub fn change<R: Send>(&mut self, body: impl FnOnce(&[(String, Var)]) -> R + Send) -> R {
+        let result = in_team(|| body(self.tape.params.trained()));
         self.tape.params.changed();
         result
     }
@@ -220,12 +220,12 @@ impl Policy {
     /// If a tensor cannot be read, or is of another length.
     pub fn read_trained(&mut self, source: &dyn TensorSource) -> Result<(), ModelError> {
         let mut values = Vec::new();
-        self.change(|vars| {
-            vars.iter().try_for_each(|(name, var)| {
-                source.read(name, &mut values)?;
-                Ok(var.set(&Tensor::from_slice(&values, var.shape(), &Device::Cpu)?)?)
-            })
-        })
+        let read = self.tape.params.trained().iter().try_for_each(|(name, var)| {
+            source.read(name, &mut values)?;
+            Ok(var.set(&Tensor::from_slice(&values, var.shape(), &Device::Cpu)?)?)
+        });
+        self.tape.params.changed();
+        read
     }
 
     /// Zero gradients, one for each of [`Self::vars`].

@@ -2,7 +2,6 @@
 
 use candle_core::Tensor;
 use r3_core::ids::PolicyVersion;
-use r3_kernels::team::in_team;
 use r3_model::autograd::gradients::Gradients;
 use r3_model::autograd::{Policy, PolicyOutput};
 use r3_recipe::learning::NonFinite;
@@ -44,7 +43,7 @@ impl Learner {
 
     /// Starts an optimiser step: forgets the gradients of the last one, even if it failed half-way.
     pub(crate) fn start_step(&mut self) {
-        in_team(|| self.gradients.zero());
+        self.gradients.zero();
         self.is_spoilt = false;
     }
 
@@ -59,7 +58,7 @@ impl Learner {
             return Ok(None);
         }
         gradients.finish();
-        match policy.change(|vars| in_team(|| optimiser.update(vars, gradients, *version))) {
+        match policy.change(|vars| optimiser.update(vars, gradients, *version)) {
             Ok(update) => {
                 self.version = self.version.next();
                 Ok(Some(update))

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use r3_core::ids::TokenId;
+use r3_kernels::team::in_team;
 use r3_kernels::{parallel, residual};
 
 /// The f32 gradient of every trained tensor, in the policy's order. Allocated once.
@@ -39,9 +40,11 @@ impl Gradients {
 
     /// Forgets everything added.
     pub fn zero(&mut self) {
-        for tensor in &mut self.tensors {
-            parallel::for_rows(tensor, 1, FILL_WORK, |_, run| run.fill(0.0));
-        }
+        in_team(|| {
+            for tensor in &mut self.tensors {
+                parallel::for_rows(tensor, 1, FILL_WORK, |_, run| run.fill(0.0));
+            }
+        });
         self.lookups = Lookups::default();
     }
 
