@@ -248,8 +248,7 @@ impl Parts {
     }
 }
 
-/// A recipe's default engine, with room for all completions of a step at once. Those of a group share the whole blocks of
-/// their prompt.
+/// A recipe's default engine, with room for all completions of a step at once.
 fn engine_config(subject: &Subject, setup: &StepSetup) -> EngineConfig {
     let section = EngineSection { max_running: setup.completions(), ..EngineSection::default() };
     let mut config = EngineConfig {
@@ -262,10 +261,8 @@ fn engine_config(subject: &Subject, setup: &StepSetup) -> EngineConfig {
         prefix_cache: section.prefix_cache,
         capture_routes: true,
     };
-    let shared = setup.prompt / config.block_tokens;
-    let own = (setup.prompt + setup.new).div_ceil(config.block_tokens) + 1 - shared;
-    let n_blocks = setup.groups * shared + setup.completions() * own;
-    config.kv_bytes = config.block_bytes(&subject.config) * n_blocks as u64;
+    let blocks = (setup.prompt + setup.new).div_ceil(config.block_tokens) + 1;
+    config.kv_bytes = config.block_bytes(&subject.config) * (setup.completions() * blocks) as u64;
     config
 }
 

@@ -131,8 +131,9 @@ proptest! {
         prop_assert_eq!(&shared.stats.load, &alone.stats.load);
         let batch = BatchStats { n_shared: 0, ..shared.stats.batch };
         prop_assert_eq!(batch, alone.stats.batch);
-        // Products of the backward round to bf16 what is added up before them.
-        let tolerance = if precision.dtype == Dtype::F32 { 1e-6 } else { 3e-2 };
+        // f32: a sum over the rows of the largest group, 4 x 25, in another order, with half an epsilon an addition. bf16:
+        // products of the backward round what is added up before them.
+        let tolerance = if precision.dtype == Dtype::F32 { 100.0 * 0.5 * f64::from(f32::EPSILON) } else { 3e-2 };
         let differences = shared.gradients.iter().flatten().zip(alone.gradients.iter().flatten());
         let distance = norm(differences.map(|(a, b)| a - b));
         let size = norm(alone.gradients.iter().flatten().copied());
