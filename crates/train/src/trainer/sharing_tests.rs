@@ -136,7 +136,9 @@ proptest! {
         let tolerance = if precision.dtype == Dtype::F32 { 100.0 * 0.5 * f64::from(f32::EPSILON) } else { 3e-2 };
         let differences = shared.gradients.iter().flatten().zip(alone.gradients.iter().flatten());
         let distance = norm(differences.map(|(a, b)| a - b));
-        let size = norm(alone.gradients.iter().flatten().copied());
+        // Where advantages of like rollouts cancel, rounding is all that is left. Whatever cancels not has a norm of 0.1 or
+        // more.
+        let size = norm(alone.gradients.iter().flatten().copied()).max(0.1);
         prop_assert!(distance <= tolerance * size, "{} of {}", distance, size);
     }
 }
