@@ -48,6 +48,14 @@ pub(crate) fn spread(n_tasks: usize, in_parallel: bool, body: impl Fn(usize) + S
     }
 }
 
+/// Multiply-adds that writing an element to memory costs, about.
+const FILL_WORK: usize = 16;
+
+/// Sets all `values` to `value`.
+pub fn fill(values: &mut [f32], value: f32) {
+    for_rows(values, 1, FILL_WORK, |_, run| run.fill(value));
+}
+
 /// Splits `rows` `[T, row_len]` into runs of whole rows and calls `body(first_row, run)` on each, in parallel if
 /// `T * work_per_row` multiply-adds are worth it. `body` must treat every row alike: how rows fall into runs varies.
 ///
@@ -133,6 +141,15 @@ mod tests {
                 });
             });
             assert!(rows.iter().enumerate().all(|(i, &x)| x == i / 3 + 1));
+        }
+    }
+
+    #[test]
+    fn all_values_are_filled() {
+        for n in [0, 1, WOKEN_TASK_WORK] {
+            let mut values = vec![1.0; n];
+            in_pool(2, || fill(&mut values, 0.5));
+            assert!(values.iter().all(|&value| value == 0.5));
         }
     }
 

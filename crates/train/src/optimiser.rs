@@ -6,6 +6,7 @@ use candle_core::{CpuStorage, InplaceOp1, Layout, Var, bail};
 use r3_core::ids::PolicyVersion;
 use r3_kernels::adamw::{AdamwStep, adamw};
 use r3_kernels::muon::{MuonStep, muon};
+use r3_kernels::parallel;
 use r3_model::autograd::gradients::Gradients;
 use r3_recipe::learning::{Muon, NonFinite, Sft, Train};
 
@@ -159,6 +160,14 @@ impl Optimiser {
                 tensor: format!("the gradient of {}", vars[index].0),
                 version,
             });
+        }
+        if self.steps == 0 {
+            // Nobody has touched them yet. A page that is read before it is written to is mapped twice, and the second time every
+            // other core is interrupted.
+            for Moments { m, v } in &mut self.moments {
+                parallel::fill(m, 0.0);
+                parallel::fill(v, 0.0);
+            }
         }
         let lr = self.config.lr.at(self.steps);
         let grad_scale = clip_scale(grad_norm, self.config.max_grad_norm);

@@ -19,9 +19,6 @@ pub struct Gradients {
 /// Elements whose squares one task adds up, so that the order of the norm's sum does not depend on threads.
 const PIECE: usize = 1 << 16;
 
-/// Multiply-adds that writing an element to memory costs, about.
-const FILL_WORK: usize = 16;
-
 /// Gradients of rows that tokens looked up, kept apart until a step ends: a head that shares the table adds to all of it in
 /// every pass, and if lookups were added in between, passes would show.
 #[derive(Clone, Debug, Default)]
@@ -42,7 +39,7 @@ impl Gradients {
     pub fn zero(&mut self) {
         in_team(|| {
             for tensor in &mut self.tensors {
-                parallel::for_rows(tensor, 1, FILL_WORK, |_, run| run.fill(0.0));
+                parallel::fill(tensor, 0.0);
             }
         });
         self.lookups = Lookups::default();
