@@ -23,11 +23,12 @@ pub fn percent(share: f64) -> String {
     if share > 0.0 && share < 0.001 { "<0.1%".into() } else { format!("{:.1}%", 100.0 * share) }
 }
 
-/// A duration: `0.9 s`, `2 m 05 s`, `1 h 03 m`.
+/// A duration: `32 ms`, `0.9 s`, `2 m 05 s`, `1 h 03 m`.
 #[must_use]
 pub fn duration(seconds: f64) -> String {
     let whole = seconds.round().max(0.0) as u64;
     match whole {
+        _ if seconds < 0.1 => format!("{:.0} ms", 1e3 * seconds),
         0..100 => format!("{seconds:.1} s"),
         100..3600 => format!("{} m {:02} s", whole / 60, whole % 60),
         _ => format!("{} h {:02} m", whole / 3600, whole % 3600 / 60),
@@ -60,6 +61,7 @@ mod tests {
 
     #[test]
     fn durations_change_unit_where_they_would_be_hard_to_read() {
-        assert_eq!([0.94, 62.0, 125.0, 3780.0].map(duration), ["0.9 s", "62.0 s", "2 m 05 s", "1 h 03 m"]);
+        let durations = [0.0321, 0.94, 62.0, 125.0, 3780.0].map(duration);
+        assert_eq!(durations, ["32 ms", "0.9 s", "62.0 s", "2 m 05 s", "1 h 03 m"]);
     }
 }
