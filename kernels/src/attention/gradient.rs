@@ -236,10 +236,10 @@ fn backward_pass<I: Isa, E: Element, const R: usize, const T: usize>(
     }
 }
 
-/// Scales `exps` by their `sum`, and turns `grads`, of the probabilities, into those of the scores.
+/// Divides `exps` by their `sum`, and turns `grads`, of the probabilities, into those of the scores.
 #[inline(always)]
 fn softmax_gradient<I: Isa>(exps: &mut [[f32; LANES]], sum: f32, grads: &mut [[f32; LANES]]) {
-    // A product where a quotient would take ten times as long.
+    // By a product, which takes a tenth of the time of quotients.
     let scale = 1.0 / sum;
     let mut lanes = [0.0; LANES];
     for (exps, grads) in exps.iter_mut().zip(&*grads) {
@@ -300,7 +300,7 @@ impl Outer<'_> {
                 *lanes = I::Lanes::load(lanes_of(&self.rows[r * head_dim + column + c * LANES..]));
             }
         }
-        // Checked here once: a slice a row would take the registers that hold addresses, and a check a number.
+        // Checked here once, as in `View::score`.
         assert!(self.positions.end <= self.stride && R * self.stride <= self.weights.len());
         for (p, out) in self.positions.clone().zip(out.chunks_exact_mut(head_dim)) {
             let out = &mut out[column..][..C * LANES];
