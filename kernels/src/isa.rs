@@ -67,11 +67,17 @@ pub(crate) trait Lanes: Copy {
 
 /// Adds up lanes as a fixed tree: halves onto each other until one is left.
 #[inline(always)]
-pub(crate) fn sum_lanes(mut lanes: [f32; 16]) -> f32 {
+pub(crate) fn sum_lanes(lanes: [f32; 16]) -> f32 {
+    fold_lanes(lanes, |a, b| a + b)
+}
+
+/// Folds halves of lanes onto each other until one is left.
+#[inline(always)]
+pub(crate) fn fold_lanes(mut lanes: [f32; 16], fold: impl Fn(f32, f32) -> f32) -> f32 {
     let mut width = 8;
     while width > 0 {
         for i in 0..width {
-            lanes[i] += lanes[i + width];
+            lanes[i] = fold(lanes[i], lanes[i + width]);
         }
         width /= 2;
     }

@@ -4,7 +4,7 @@
 //! the lanes. NaN anywhere in a row makes its sum NaN: nothing here may hide a diverged model.
 
 use crate::exp::exp;
-use crate::isa::{Isa, sum_lanes};
+use crate::isa::{Isa, fold_lanes, sum_lanes};
 
 const LANES: usize = 16;
 
@@ -22,14 +22,7 @@ pub(crate) fn max(row: &[f32]) -> f32 {
     for (lane, &value) in lanes.iter_mut().zip(rest) {
         *lane = larger(*lane, value);
     }
-    let mut width = LANES / 2;
-    while width > 0 {
-        for i in 0..width {
-            lanes[i] = larger(lanes[i], lanes[i + width]);
-        }
-        width /= 2;
-    }
-    lanes[0]
+    fold_lanes(lanes, larger)
 }
 
 /// Sum of `exp(scale * (x - max))` over `row`.

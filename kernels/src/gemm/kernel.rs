@@ -183,21 +183,22 @@ fn few_rows<D: Dot, const BLOCKED: bool>(
     panels: Range<usize>,
 ) -> usize {
     const HALF: usize = MANY_PANELS / 2;
-    let both = D::WIDE && block.rows.len() == 2;
-    let many = if D::WIDE && !both { MANY_PANELS } else { HALF };
+    let n_rows = block.rows.len();
+    let many = if D::WIDE && n_rows < 2 { MANY_PANELS } else { HALF };
     let mut panel = panels.start;
     while panel + many <= panels.end {
-        if both {
+        if D::WIDE && n_rows == 2 {
             let next = block.next(job, panel..panel + HALF);
             let ahead = next.map(|next| Ahead::share(next, block.depth.len(), (0, 1)));
             register_tile::<D, BLOCKED, 2, HALF>(job, block, (block.rows.start, panel), ahead);
-        }
-        // Nothing is fetched ahead of one row: reading is all there is to do, and the processor sees it coming.
-        for row in block.rows.clone().filter(|_| !both) {
-            if D::WIDE {
-                register_tile::<D, BLOCKED, 1, MANY_PANELS>(job, block, (row, panel), None);
-            } else {
-                register_tile::<D, BLOCKED, 1, HALF>(job, block, (row, panel), None);
+        } else {
+            // Nothing is fetched ahead of one row: reading is all there is to do, and the processor sees it coming.
+            for row in block.rows.clone() {
+                if D::WIDE {
+                    register_tile::<D, BLOCKED, 1, MANY_PANELS>(job, block, (row, panel), None);
+                } else {
+                    register_tile::<D, BLOCKED, 1, HALF>(job, block, (row, panel), None);
+                }
             }
         }
         panel += many;
