@@ -49,13 +49,13 @@ const ARROWS: [(&str, &[&str]); 15] = [
     ("crates/cli", &["r3-orchestrator", "r3-recipe", "r3-telemetry", "r3-wire", "r3-kernels"]),
 ];
 
-/// Dependencies that say what a crate knows: tensors, text, asynchronous edges, shared memory.
+/// Dependencies that say what a crate knows: tensors, text, asynchronous edges, mappings of memory.
 const KNOWLEDGE: [(&str, &[&str]); 5] = [
     ("candle-core", &["kernels", "crates/model", "crates/train"]),
     ("tokenizers", &["crates/tasks"]),
     ("minijinja", &["crates/tasks"]),
     ("tokio", &["crates/telemetry", "crates/orchestrator"]),
-    ("rustix", &["crates/ring"]),
+    ("rustix", &["kernels", "crates/ring"]),
 ];
 
 /// The text files of the repository, paths relative to it.

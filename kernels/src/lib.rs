@@ -8,11 +8,14 @@
 //! slices. Backward passes are deterministic: no atomics, no order that depends on scheduling.
 //!
 //! This crate must never know configurations, files, text, sequences' lifetimes or policies. `unsafe` is allowed
-//! here (and in `r3-ring` alone) for SIMD dispatch and for tasks that write disjoint parts of one buffer.
+//! here (and in `r3-ring` alone) for SIMD dispatch, for tasks that write disjoint parts of one buffer, and for memory.
 //!
 //! Start with [`gemm`], the layout everything rests on, then [`experts`]; `isa` says how code is compiled for
-//! several instruction sets, [`parallel`] how work is split, [`team`] how threads get it.
-#![expect(unsafe_code, reason = "SIMD behind run-time detection, and disjoint writes from parallel tasks")]
+//! several instruction sets, [`parallel`] how work is split, [`team`] how threads get it, [`huge_pages`] where arrays lie.
+#![expect(
+    unsafe_code,
+    reason = "SIMD behind run-time detection, disjoint writes from parallel tasks, memory"
+)]
 
 pub mod adamw;
 pub mod attention;
@@ -20,6 +23,7 @@ pub mod cast;
 pub mod draw;
 pub mod experts;
 pub mod gemm;
+pub mod huge_pages;
 pub mod lm_head;
 pub mod logprob;
 pub mod low_rank;

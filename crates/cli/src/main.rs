@@ -13,12 +13,16 @@ use std::panic;
 use std::process::ExitCode;
 
 use clap::Parser;
+use r3_kernels::huge_pages::HugePages;
 
 use crate::args::Global;
 use crate::commands::{
     bench, check, compare, eval, export, new_model, rollout, routes, run, schema, score, sft,
 };
 use crate::error::CliError;
+
+#[global_allocator]
+static MEMORY: HugePages = HugePages::new();
 
 /// Reinforcement learning of mixture-of-experts language models, with the rollout's expert routes replayed in training.
 ///
