@@ -9,7 +9,7 @@ use std::cell::{Cell, RefCell};
 use half::bf16;
 
 use crate::gemm::Dtype;
-use crate::isa::{Isa, multiversion};
+use crate::isa::{Isa, multiversion, padded};
 use crate::parallel::{self, Disjoint};
 
 mod gradient;
@@ -19,7 +19,7 @@ pub mod split;
 #[cfg(test)]
 mod tests;
 
-use kernel::{Element, LANES, Rows, Scratch, View, attend, padded};
+use kernel::{Element, LANES, Rows, Scratch, View, attend};
 
 /// Sizes of an attention layer. Query heads `g * H / Hkv ..` share kv head `g`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

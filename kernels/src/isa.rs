@@ -65,6 +65,14 @@ pub(crate) trait Lanes: Copy {
     fn widen(pairs: &[u32; 16]) -> (Self, Self);
 }
 
+/// At most sixteen elements, and zeros after them: what is left of a row, as whole lanes.
+#[inline(always)]
+pub(crate) fn padded<T: Copy + Default>(values: &[T]) -> [T; 16] {
+    let mut lanes = [T::default(); 16];
+    lanes[..values.len()].copy_from_slice(values);
+    lanes
+}
+
 /// Adds up lanes as a fixed tree: halves onto each other until one is left.
 #[inline(always)]
 pub(crate) fn sum_lanes(lanes: [f32; 16]) -> f32 {

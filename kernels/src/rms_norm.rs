@@ -2,7 +2,7 @@
 //!
 //! One row is one reduction in a fixed order, so a row's result depends on that row alone.
 
-use crate::isa::{Isa, Lanes, multiversion, sum_lanes};
+use crate::isa::{Isa, Lanes, multiversion, padded, sum_lanes};
 use crate::parallel::{self, Disjoint};
 use crate::scratch::Scratch;
 
@@ -98,10 +98,7 @@ fn sum_of_products<I: Isa, const N: usize>(rows: [&[f32]; N]) -> f32 {
     }
     let n_last = parts[0].1.len();
     if n_last > 0 {
-        let mut last = [[0.0; LANES]; N];
-        for (last, (_, rest)) in last.iter_mut().zip(&parts) {
-            last[..n_last].copy_from_slice(rest);
-        }
+        let last = parts.map(|(_, rest)| padded(rest));
         sums[n - start] = add_products::<I, N>(last.each_ref(), sums[n - start]);
     }
     let [first, rest @ ..] = sums;

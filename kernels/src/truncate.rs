@@ -6,7 +6,7 @@
 
 use crate::draw::{Draw, draw};
 use crate::exp::exp;
-use crate::isa::{Isa, multiversion};
+use crate::isa::{Isa, multiversion, padded};
 use crate::logprob::inverse;
 use crate::rank::{id, rank, score};
 use crate::scratch::Scratch;
@@ -268,14 +268,6 @@ fn collect_body<I: Isa>(row: &Row<'_>, floor: f32, least: f32, ranks: &mut [u64]
         first += LANES as u32;
     }
     n
-}
-
-/// Fewer than 16 elements and zeros.
-#[inline(always)]
-fn padded(values: &[f32]) -> [f32; LANES] {
-    let mut lanes = [0.0; LANES];
-    lanes[..values.len()].copy_from_slice(values);
-    lanes
 }
 
 #[cfg(test)]

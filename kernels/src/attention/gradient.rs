@@ -8,10 +8,10 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::kernel::{Element, LANES, MAX_PASS, Rows, View, lanes_of, padded, whole_tiles};
+use super::kernel::{Element, LANES, MAX_PASS, Rows, View, lanes_of, whole_tiles};
 use super::packed::{PackedAttention, PackedSequence};
 use super::{Heads, Pages, Table};
-use crate::isa::{Isa, Lanes, multiversion, sum_lanes};
+use crate::isa::{Isa, Lanes, multiversion, padded, sum_lanes};
 use crate::parallel::{self, Disjoint};
 use crate::softmax::{exp_in_place, max};
 

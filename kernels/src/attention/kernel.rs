@@ -9,7 +9,7 @@ use std::ops::Range;
 use half::bf16;
 
 use crate::cast::{nearest_bf16, widened_bf16};
-use crate::isa::{Isa, Lanes, prefetch};
+use crate::isa::{Isa, Lanes, padded, prefetch};
 use crate::softmax::{exp_in_place, max};
 
 pub(super) const LANES: usize = 16;
@@ -302,14 +302,6 @@ impl<E: Element> Weighted<'_, E> {
 #[inline(always)]
 pub(super) fn lanes_of<E>(values: &[E]) -> &[E; LANES] {
     values.first_chunk().expect("columns lie inside a head")
-}
-
-/// At most 16 elements and zeros.
-#[inline(always)]
-pub(super) fn padded<E: Element>(values: &[E]) -> [E; LANES] {
-    let mut lanes = [E::default(); LANES];
-    lanes[..values.len()].copy_from_slice(values);
-    lanes
 }
 
 /// Query rows of one sequence and kv head: row `r` is head `r % group` of query `r / group`, which sees the keys of
