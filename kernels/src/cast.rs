@@ -45,21 +45,7 @@ fn narrow_bf16_body<I: Isa>(values: &[f32], narrowed: &mut [[u8; 2]]) {
 /// # Panics
 /// If `values` is not `[n]`.
 pub fn widen_bf16(narrow: &[[u8; 2]], values: &mut [f32]) {
-    assert_eq!(narrow.len(), values.len(), "as many numbers as before");
-    parallel::for_rows(values, 1, SLICE_WORK, |first, values| {
-        widen_bf16_here(&narrow[first..][..values.len()], values);
-    });
-}
-
-multiversion! {
-    fn widen_bf16_here(narrow: &[[u8; 2]], values: &mut [f32]) = widen_bf16_body;
-}
-
-#[inline(always)]
-fn widen_bf16_body<I: Isa>(narrow: &[[u8; 2]], values: &mut [f32]) {
-    for (value, &narrow) in values.iter_mut().zip(narrow) {
-        *value = widened_bf16(u16::from_le_bytes(narrow));
-    }
+    widen(Format::Bf16, narrow, values);
 }
 
 /// Widens IEEE binary16 `[n]`, little-endian, to `values` `[n]`. NaN come out quiet.
@@ -67,20 +53,33 @@ fn widen_bf16_body<I: Isa>(narrow: &[[u8; 2]], values: &mut [f32]) {
 /// # Panics
 /// If `values` is not `[n]`.
 pub fn widen_f16(narrow: &[[u8; 2]], values: &mut [f32]) {
+    widen(Format::F16, narrow, values);
+}
+
+/// What 16 bits are read as.
+#[derive(Clone, Copy)]
+enum Format {
+    Bf16,
+    F16,
+}
+
+fn widen(format: Format, narrow: &[[u8; 2]], values: &mut [f32]) {
     assert_eq!(narrow.len(), values.len(), "as many numbers as before");
     parallel::for_rows(values, 1, SLICE_WORK, |first, values| {
-        widen_f16_here(&narrow[first..][..values.len()], values);
+        widen_here(format, &narrow[first..][..values.len()], values);
     });
 }
 
 multiversion! {
-    fn widen_f16_here(narrow: &[[u8; 2]], values: &mut [f32]) = widen_f16_body;
+    fn widen_here(format: Format, narrow: &[[u8; 2]], values: &mut [f32]) = widen_body;
 }
 
 #[inline(always)]
-fn widen_f16_body<I: Isa>(narrow: &[[u8; 2]], values: &mut [f32]) {
-    for (value, &narrow) in values.iter_mut().zip(narrow) {
-        *value = widened_f16(u16::from_le_bytes(narrow));
+fn widen_body<I: Isa>(format: Format, narrow: &[[u8; 2]], values: &mut [f32]) {
+    let numbers = values.iter_mut().zip(narrow.iter().map(|&bytes| u16::from_le_bytes(bytes)));
+    match format {
+        Format::Bf16 => numbers.for_each(|(value, bits)| *value = widened_bf16(bits)),
+        Format::F16 => numbers.for_each(|(value, bits)| *value = widened_f16(bits)),
     }
 }
 
@@ -197,7 +196,9 @@ mod tests {
 
     #[test]
     fn every_bf16_widens_to_its_bits_and_narrows_back() {
-        for widen in [widen_bf16 as Widen, widen_bf16_body::<Baseline>] {
+        for widen in
+            [widen_bf16 as Widen, |narrow, values| widen_body::<Baseline>(Format::Bf16, narrow, values)]
+        {
             let values = widened(widen, &every());
             for (value, narrow) in values.iter().zip(0..=u16::MAX) {
                 assert_eq!(value.to_bits(), u32::from(narrow) << 16);
@@ -213,7 +214,9 @@ mod tests {
 
     #[test]
     fn every_f16_widens_as_that_of_the_half_crate() {
-        for widen in [widen_f16 as Widen, widen_f16_body::<Baseline>] {
+        for widen in
+            [widen_f16 as Widen, |narrow, values| widen_body::<Baseline>(Format::F16, narrow, values)]
+        {
             for (value, narrow) in widened(widen, &every()).into_iter().zip(0..=u16::MAX) {
                 assert_eq!(value.to_bits(), f16::from_bits(narrow).to_f32().to_bits(), "{narrow:#x}");
             }
