@@ -248,7 +248,10 @@ fn a_sequence_is_scored_at_the_temperature_and_over_the_tokens_that_are_given() 
     assert_eq!(alone, [plain[0], 0.0], "lists are of the last tokens");
     let refused = |line: &str| {
         directory.write("in.jsonl", line);
-        directory.refused(&["score", "model", "--input", "in.jsonl"])
+        let [engine, trainer] = ["engine", "trainer"]
+            .map(|side| directory.refused(&["score", "model", "--input", "in.jsonl", "--side", side]));
+        assert_eq!(engine, trainer);
+        engine
     };
     insta::assert_snapshot!(refused(r#"{"tokens": [5, 6, 7], "temperature": 0}"#), @"
     exit 2

@@ -356,7 +356,12 @@ fn tokens_that_cannot_be_scored() {
 #[test]
 fn routes_that_cannot_be_replayed() {
     let directory = Directory::with_model();
-    assert_snapshot!(scored(&directory, "{\"tokens\": [8, 9], \"routed_experts\": [[[0, 1], [2, 2]]]}\n", &[]), @r"
+    let refused = |line: &str| {
+        let [engine, trainer] = ["engine", "trainer"].map(|side| scored(&directory, line, &["--side", side]));
+        assert_eq!(engine, trainer);
+        engine
+    };
+    assert_snapshot!(refused(r#"{"tokens": [8, 9], "routed_experts": [[[0, 1], [2, 2]]]}"#), @r"
     0 scored, exit 2
     error: cannot score lines.jsonl:1
       caused by: routes to replay break their contract
@@ -364,7 +369,7 @@ fn routes_that_cannot_be_replayed() {
 
     hint: check which model the routes are of
     ");
-    assert_snapshot!(scored(&directory, "{\"tokens\": [8, 9], \"routed_experts\": [[[0, 1], [2, 4]]]}\n", &[]), @r"
+    assert_snapshot!(refused(r#"{"tokens": [8, 9], "routed_experts": [[[0, 1], [2, 4]]]}"#), @r"
     0 scored, exit 2
     error: cannot score lines.jsonl:1
       caused by: routes to replay break their contract
@@ -372,20 +377,19 @@ fn routes_that_cannot_be_replayed() {
 
     hint: check which model the routes are of
     ");
-    assert_snapshot!(scored(&directory, "{\"tokens\": [8, 9], \"routed_experts\": [[[0, 1]]]}\n", &[]), @r"
+    assert_snapshot!(refused(r#"{"tokens": [8, 9], "routed_experts": [[[0, 1]]]}"#), @r"
     0 scored, exit 2
     error: cannot score lines.jsonl:1
       caused by: position 0: a row of routes is [2][2], one list of experts a MoE layer
 
     hint: check which model the routes are of
     ");
-    assert_snapshot!(scored(&directory, "{\"tokens\": [8, 9], \"routed_experts\": []}\n", &[]), @r"
+    assert_snapshot!(refused(r#"{"tokens": [8, 9], "routed_experts": []}"#), @"
     0 scored, exit 2
     error: cannot score lines.jsonl:1
-      caused by: routes to replay break their contract
-      caused by: routes have 0 rows, but the tokens need 1
+      caused by: routes to replay have 0 rows, but 2 tokens are scored
 
-    hint: check which model the routes are of
+    hint: `routed_experts` needs one row for each token but the last
     ");
 }
 

@@ -47,6 +47,38 @@ impl<'a> ToScore<'a> {
         sizes.extend_from_slice(support.sizes());
         Some((sizes, support.ids().iter().map(|token| token.0).collect()))
     }
+
+    /// Checks what either side is about to score: routes are of every token but the last, and each of experts that exist;
+    /// supports are of the last tokens, ascend, hold their tokens, and are of a model of `vocab_size` tokens.
+    ///
+    /// # Errors
+    /// The first violation.
+    pub fn check(&self, vocab_size: usize) -> Result<(), EngineError> {
+        if let Some(routes) = self.routes {
+            let (rows, tokens) = (routes.rows(), self.tokens.len());
+            if rows + 1 != tokens {
+                return Err(EngineError::ReplayRows { rows, tokens });
+            }
+            routes.check(rows).map_err(EngineError::ReplayRoutes)?;
+        }
+        self.support.map_or(Ok(()), |support| check_support(support, self.tokens, vocab_size))
+    }
+}
+
+/// That there is no row for the first token, as well.
+fn check_support(support: SupportView<'_>, tokens: &[TokenId], vocab_size: usize) -> Result<(), EngineError> {
+    let (rows, expected_rows) = (support.rows(), tokens.len().saturating_sub(1));
+    if rows > expected_rows {
+        return Err(EngineError::Support(SupportError::Rows { rows, expected_rows }));
+    }
+    let first = tokens.len() - rows;
+    support.check(&tokens[first..], None).map_err(EngineError::Support)?;
+    match support.beyond(vocab_size) {
+        Some((row, TokenId(token))) => {
+            Err(EngineError::SupportToken { token, position: first + row, vocab_size })
+        }
+        None => Ok(()),
+    }
 }
 
 /// What scoring `T` tokens gives.
@@ -96,12 +128,12 @@ impl Engine {
             return Err(EngineError::Busy { sequences });
         }
         let dims = self.model().route_dims();
-        let under = ScoredUnder::new(sequence, self.model().vocab_size)?;
+        sequence.check(self.model().vocab_size)?;
         if let Some(routes) = routes {
             assert_eq!(routes.dims(), dims, "replayed routes have the model's shape");
-            self.replay = Some(Replay::new(routes, tokens.len(), self.model().router())?);
+            self.replay = Some(Replay::new(routes, self.model().router()));
         }
-        self.scored_under = Some(under);
+        self.scored_under = Some(ScoredUnder { temperature: sequence.temperature, kept: sequence.kept() });
         let outcome = self.score_one(tokens);
         self.scored_under = None;
         let replay = self.replay.take();
@@ -143,38 +175,7 @@ impl Engine {
     }
 }
 
-/// Checks that `support` is of the last of `tokens`, of a model of `vocab_size` tokens: its rows ascend and hold their
-/// tokens, and there is none for the first token.
-///
-/// # Errors
-/// If it is not.
-pub fn check_support(
-    support: SupportView<'_>,
-    tokens: &[TokenId],
-    vocab_size: usize,
-) -> Result<(), EngineError> {
-    let (rows, expected_rows) = (support.rows(), tokens.len().saturating_sub(1));
-    if rows > expected_rows {
-        return Err(EngineError::Support(SupportError::Rows { rows, expected_rows }));
-    }
-    let first = tokens.len() - rows;
-    support.check(&tokens[first..], None).map_err(EngineError::Support)?;
-    match support.beyond(vocab_size) {
-        Some((row, TokenId(token))) => {
-            Err(EngineError::SupportToken { token, position: first + row, vocab_size })
-        }
-        None => Ok(()),
-    }
-}
-
 impl ScoredUnder {
-    fn new(sequence: &ToScore<'_>, vocab_size: usize) -> Result<Self, EngineError> {
-        if let Some(support) = sequence.support {
-            check_support(support, sequence.tokens, vocab_size)?;
-        }
-        Ok(Self { temperature: sequence.temperature, kept: sequence.kept() })
-    }
-
     /// `ids`, the tokens from `start + 1` on, with what each is scored over.
     pub(crate) fn targets<'a>(&'a self, start: usize, ids: &'a [u32]) -> Targets<'a> {
         let n_ids = |sizes: &[u32]| sizes.iter().map(|&size| size as usize).sum::<usize>();
@@ -187,12 +188,8 @@ impl ScoredUnder {
 }
 
 impl Replay {
-    fn new(routes: RouteView<'_>, n_tokens: usize, router: RouterConfig) -> Result<Self, EngineError> {
-        let dims = routes.dims();
-        if routes.rows() + 1 != n_tokens {
-            return Err(EngineError::ReplayRows { rows: routes.rows(), tokens: n_tokens });
-        }
-        routes.check(n_tokens - 1).map_err(EngineError::ReplayRoutes)?;
+    fn new(routes: RouteView<'_>, router: RouterConfig) -> Self {
+        let (dims, n_tokens) = (routes.dims(), routes.rows() + 1);
         let mut padded = RouteRows::with_capacity(dims, n_tokens);
         padded.append(routes.bytes());
         // The last token is never an input in a rollout, so it has no row; as its logits are not used, any will do.
@@ -200,13 +197,13 @@ impl Replay {
         let mut last = vec![0; dims.row_bytes()];
         write_ids(&ids, dims.width(), &mut last);
         padded.append(&last);
-        Ok(Self {
+        Self {
             routes: padded,
             batch: 0..0,
             ids: Vec::new(),
             native: RouteRecord::new(dims.n_layers, router),
             live: RouteRows::with_capacity(dims, n_tokens),
-        })
+        }
     }
 
     /// The replayed routes of a planned batch, layer by layer.

@@ -6,7 +6,7 @@ use r3_core::support::SupportRows;
 use r3_engine::config::EngineConfig;
 use r3_engine::engine::Engine;
 use r3_engine::error::EngineError;
-use r3_engine::score::{Scored, ToScore, check_support};
+use r3_engine::score::{Scored, ToScore};
 use r3_kernels::gemm::Dtype;
 use r3_kernels::lm_head::kept::Kept;
 use r3_kernels::numerics::Numerics;
@@ -129,14 +129,8 @@ impl Scorer {
         }
         let replayed = input.routed_experts.as_ref().map(|rows| pack(rows, dims)).transpose()?;
         let view = replayed.as_ref().map(RouteRows::view);
-        if let Some(view) = view {
-            view.check(tokens.len() - 1).map_err(EngineError::ReplayRoutes)?;
-        }
         let support = input.supports.as_deref().map(support_rows);
         let support = support.as_ref().map(SupportRows::view);
-        if let Some(support) = support {
-            check_support(support, &tokens, model.vocab_size)?;
-        }
         let temperature = divisor(input.temperature)?;
         let sequence = ToScore { tokens: &tokens, routes: view, temperature, support };
         let Scored { logprobs, live_routes: live } = match self {
@@ -178,6 +172,7 @@ fn support_rows(supports: &[Vec<u32>]) -> SupportRows {
 
 fn score_trainer(policy: &mut Policy, sequence: &ToScore<'_>) -> Result<Scored, RunError> {
     let ToScore { tokens, routes: replayed, temperature, .. } = *sequence;
+    sequence.check(policy.config().vocab_size)?;
     let dims = policy.config().route_dims();
     let n_inputs = tokens.len() - 1;
     let ids = replayed.map(layer_major);
