@@ -32,10 +32,6 @@ pub(crate) enum CliError {
     LongLine { input: String, line: usize, tokens: usize, max_tokens: usize },
     #[error("cannot score {input}:{line}")]
     Unscored { input: String, line: usize, source: Box<RunError> },
-    #[error(
-        "{flag} is {value}, but --top-k does not say how many tokens a draw may keep for `r3 score` to score over"
-    )]
-    UnboundedSupport { flag: &'static str, value: f32, whole: f32 },
     #[error("the rollouts and the summary cannot both go to stdout")]
     TwoOnStdout,
     #[error("cannot read {}", path.display())]
@@ -95,6 +91,8 @@ impl CliError {
             Self::Rollout(error) => error
                 .hint()
                 .replace("`engine.kv_memory`", "--kv-memory")
+                .replace("`engine.max_running`", "--max-running")
+                .replace("`rollout.sample_top_k`", "--top-k")
                 .replace("`rollout.max_new_tokens`", "--max-new-tokens"),
             Self::OutTaken { .. } => {
                 "replace it with --overwrite, or choose another directory with --set run.out=DIR".into()
@@ -105,7 +103,6 @@ impl CliError {
             Self::BadLine { source, .. } => source.hint(),
             Self::LongLine { tokens, .. } => format!("make room with --max-tokens {tokens}"),
             Self::Unscored { source, .. } => source.hint(),
-            Self::UnboundedSupport { flag, whole, .. } => format!("set --top-k, to 256 say, or {flag} to {whole}"),
             Self::TwoOnStdout => "leave out --json, or name a file with --out".into(),
             Self::RoutesInput { .. } => "name a readable file, or - for stdin".into(),
             Self::UnknownLayout { .. } => {
@@ -145,7 +142,6 @@ impl CliError {
             | Self::Input { .. }
             | Self::BadLine { .. }
             | Self::LongLine { .. }
-            | Self::UnboundedSupport { .. }
             | Self::TwoOnStdout
             | Self::TooFewExperts { .. }
             | Self::BrokenGroups { .. }

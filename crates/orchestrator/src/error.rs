@@ -39,9 +39,14 @@ pub enum RunError {
     #[error(transparent)]
     Routes(#[from] WireError),
     #[error("the ring holds {ring_bytes} bytes, but the rollouts of one step may need {needed_bytes}")]
-    RingTooSmall { ring_bytes: u64, needed_bytes: u64 },
+    RingTooSmall { ring_bytes: u64, needed_bytes: u64, max_support: Option<usize> },
     #[error("the KV cache needs {kv_bytes} bytes of memory, but {available_bytes} are available")]
     KvTooLarge { kv_bytes: u64, available_bytes: u64 },
+    #[error(
+        "truncated draws that keep up to {max_support} tokens each need {support_bytes} bytes of memory, but beside the KV \
+         cache {available_bytes} are available"
+    )]
+    SupportsTooLarge { max_support: usize, support_bytes: u64, available_bytes: u64 },
     #[error("{} holds an earlier run", path.display())]
     OutTaken { path: PathBuf },
     #[error("another process runs in {}", path.display())]
@@ -131,9 +136,12 @@ impl RunError {
             Self::Train(error) => error.hint(),
             Self::Telemetry(error) => error.hint(),
             Self::Routes(error) => error.hint(),
-            Self::RingTooSmall { needed_bytes, .. } => format!("set `ring.bytes` to at least {needed_bytes}"),
+            Self::RingTooSmall { needed_bytes, max_support, .. } => ring_hint(*needed_bytes, *max_support),
             Self::KvTooLarge { available_bytes, .. } => {
                 format!("set `engine.kv_memory` below {available_bytes}, or free memory")
+            }
+            Self::SupportsTooLarge { .. } => {
+                "set `rollout.sample_top_k`, to 256 say, or lower `engine.max_running` or `rollout.max_new_tokens`".into()
             }
             Self::OutTaken { .. } => {
                 "continue it with --resume, discard it with --overwrite, or choose another \
@@ -227,9 +235,11 @@ impl RunError {
             Self::Ring(RingError::FrameTooLarge { .. }) | Self::Telemetry(TelemetryError::Corrupt { .. }) => {
                 ExitClass::Usage
             }
-            Self::KvTooLarge { .. } | Self::Ring(_) | Self::Telemetry(_) | Self::Stalled { .. } => {
-                ExitClass::Machine
-            }
+            Self::KvTooLarge { .. }
+            | Self::SupportsTooLarge { .. }
+            | Self::Ring(_)
+            | Self::Telemetry(_)
+            | Self::Stalled { .. } => ExitClass::Machine,
             Self::Train(error) => match error {
                 TrainError::NonFinite { .. } => ExitClass::Diverged,
                 TrainError::Write { .. } => ExitClass::Machine,
@@ -243,6 +253,14 @@ impl RunError {
             }
             Self::Interrupted { .. } | Self::Discarded { .. } => ExitClass::Interrupted,
         }
+    }
+}
+
+fn ring_hint(needed_bytes: u64, max_support: Option<usize>) -> String {
+    let larger = format!("set `ring.bytes` to at least {needed_bytes}");
+    match max_support {
+        Some(n) => format!("{larger}, or `rollout.sample_top_k` below {n}, the tokens that a draw may keep"),
+        None => larger,
     }
 }
 
@@ -304,8 +322,12 @@ mod tests {
         let change = Change { key: "k".into(), then: "1".into(), now: "2".into() };
         let changed = RunError::RecipeChanged { change };
         vec![
-            (ExitClass::Usage, RunError::RingTooSmall { ring_bytes: 1, needed_bytes: 2 }),
+            (ExitClass::Usage, RunError::RingTooSmall { ring_bytes: 1, needed_bytes: 2, max_support: None }),
             (ExitClass::Machine, RunError::KvTooLarge { kv_bytes: 2, available_bytes: 1 }),
+            (
+                ExitClass::Machine,
+                RunError::SupportsTooLarge { max_support: 1, support_bytes: 2, available_bytes: 1 },
+            ),
             (ExitClass::Usage, RunError::OutTaken { path: path() }),
             (ExitClass::Usage, RunError::OutBusy { path: path() }),
             (ExitClass::Usage, RunError::OutFileTaken { path: path() }),

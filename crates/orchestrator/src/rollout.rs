@@ -156,14 +156,16 @@ pub fn rollout(
     let first_turn = (work.check_prompts(options.routes_start)?, options.max_new_tokens);
     setup::check_kv(&engine, config, first_turn)?;
     let budget = engine.budget(config)?;
+    let max_support = options.sampling().max_support(config.vocab_size);
+    let support_bytes = setup::check_supports(&budget, options.max_new_tokens, max_support)?;
     let longest = match work.has_turns() {
         true => config.max_positions.min(budget.capacity_tokens()),
         false => first_turn.0 + first_turn.1,
     };
     let progress = Progress::stderr();
     progress.line(&memory_line(&budget, longest));
-    if let Some(max_support) = options.sampling().max_support(config.vocab_size) {
-        progress.line(&support_line(budget.support_bytes(options.max_new_tokens, max_support)));
+    if let Some(bytes) = support_bytes {
+        progress.line(&support_line(bytes));
     }
 
     let engine = Engine::new(engine, config, &checkpoint, PolicyVersion(0))?;

@@ -217,7 +217,7 @@ pub struct Sizes {
 }
 
 /// Refuses sizes that cannot hold what the recipe asks for: the longest prompt with its completion in the KV cache,
-/// and all rollouts of a step in the ring.
+/// what truncated draws keep beside it, and all rollouts of a step in the ring.
 ///
 /// # Errors
 /// The first that is too small, with both numbers.
@@ -232,15 +232,15 @@ pub fn check_sizes(recipe: &Recipe, model: &ModelConfig, task: &TaskParts) -> Re
 
     let dims: Option<RouteDims> = config.capture_routes.then(|| model.route_dims());
     let max_support = sampling(recipe).max_support(model.vocab_size);
+    let memory = config.budget(model)?;
+    let support_bytes = check_supports(&memory, rollout.1, max_support)?;
     let frame_bytes = max_frame_bytes(rollout.0 + rollout.1, dims, max_support);
     let n_frames = recipe.rollout.groups * recipe.rollout.group_size * max_batches(recipe);
     let needed_bytes = ring_bytes(frame_bytes, n_frames);
     if recipe.ring.bytes.0 < needed_bytes {
-        return Err(RunError::RingTooSmall { ring_bytes: recipe.ring.bytes.0, needed_bytes });
+        return Err(RunError::RingTooSmall { ring_bytes: recipe.ring.bytes.0, needed_bytes, max_support });
     }
     let reference_bytes = recipe.objective.kl.as_ref().map(|_| 4 * model.n_parameters() as u64);
-    let memory = config.budget(model)?;
-    let support_bytes = max_support.map(|max_support| memory.support_bytes(rollout.1, max_support));
     Ok(Sizes { memory, max_tokens, reference_bytes, support_bytes })
 }
 
@@ -273,6 +273,25 @@ pub fn check_kv(
         return Err(RunError::KvTooLarge { kv_bytes, available_bytes });
     }
     Ok(())
+}
+
+/// Bytes of what truncated draws keep while all sequences that run at once sample `max_new_tokens` tokens, each from up to
+/// `max_support`; `None` if draws are whole.
+///
+/// # Errors
+/// If the machine cannot hold them beside the KV memory.
+pub(crate) fn check_supports(
+    memory: &MemoryBudget,
+    max_new_tokens: usize,
+    max_support: Option<usize>,
+) -> Result<Option<u64>, RunError> {
+    let Some(max_support) = max_support else { return Ok(None) };
+    let support_bytes = memory.support_bytes(max_new_tokens, max_support);
+    let available_bytes = available_bytes().saturating_sub(memory.kv_bytes);
+    if support_bytes > available_bytes {
+        return Err(RunError::SupportsTooLarge { max_support, support_bytes, available_bytes });
+    }
+    Ok(Some(support_bytes))
 }
 
 /// Tokens of the longest prompt; 0 without any.
@@ -391,7 +410,7 @@ mod tests {
             recipe.router_replay.mode = mode;
             recipe.ring.bytes = Bytes(1);
             let error = check_sizes(&recipe, &model(), &task).unwrap_err();
-            let RunError::RingTooSmall { ring_bytes: 1, needed_bytes } = error else { panic!("{error}") };
+            let RunError::RingTooSmall { ring_bytes: 1, needed_bytes, .. } = error else { panic!("{error}") };
             recipe.ring.bytes = Bytes(needed_bytes - 1);
             assert!(check_sizes(&recipe, &model(), &task).is_err());
             recipe.ring.bytes = Bytes(needed_bytes);
@@ -423,6 +442,40 @@ mod tests {
         recipe.engine.kv_memory = Bytes(1 << 60);
         let error = check_sizes(&recipe, &model(), &task).unwrap_err();
         assert!(matches!(error, RunError::KvTooLarge { kv_bytes, .. } if kv_bytes == 1 << 60), "{error}");
+    }
+
+    #[test]
+    fn a_cut_that_bounds_nothing_is_sized_for_the_whole_vocabulary() {
+        let mut recipe = recipe();
+        let (task, vocab_size) = (sums(&recipe), model().vocab_size);
+        recipe.rollout.top_p = 0.9;
+        recipe.ring.bytes = Bytes(1 << 30);
+        let sizes = check_sizes(&recipe, &model(), &task).unwrap();
+        let row_bytes = 4 * (vocab_size as u64 + 1);
+        let n_rows = (recipe.engine.max_running * recipe.rollout.max_new_tokens) as u64;
+        assert_eq!(sizes.support_bytes, Some(n_rows * row_bytes));
+        recipe.ring.bytes = Bytes(1);
+        let error = check_sizes(&recipe, &model(), &task).unwrap_err();
+        assert!(
+            matches!(error, RunError::RingTooSmall { max_support, .. } if max_support == Some(vocab_size)),
+            "{error}"
+        );
+        assert!(error.hint().contains("`rollout.sample_top_k`"), "{}", error.hint());
+    }
+
+    #[test]
+    fn supports_that_the_machine_cannot_hold_are_refused() {
+        let mut recipe = recipe();
+        let task = sums(&recipe);
+        (recipe.rollout.sample_top_k, recipe.engine.max_running) = (8, 1 << 45);
+        match check_sizes(&recipe, &model(), &task) {
+            Err(RunError::SupportsTooLarge { max_support: 8, support_bytes, .. }) => {
+                assert_eq!(support_bytes, (recipe.rollout.max_new_tokens as u64 * 4 * 9) << 45);
+            }
+            other => panic!("{other:?}"),
+        }
+        recipe.rollout.sample_top_k = 0;
+        assert!(check_sizes(&recipe, &model(), &task).is_ok(), "whole draws keep nothing");
     }
 
     #[test]

@@ -170,19 +170,6 @@ pub enum Rule {
         /// `train.dtype`.
         train: Dtype,
     },
-    /// Sampling from a part of the distribution that may be nearly all of it: what is kept goes to the trainer.
-    #[error(
-        "`{path}` is {value}, but `rollout.sample_top_k` does not say how many tokens a draw may keep for the trainer to \
-         score"
-    )]
-    UnboundedSupport {
-        /// Dotted path of the key.
-        path: &'static str,
-        /// Its value.
-        value: f64,
-        /// The value that truncates nothing.
-        whole: f64,
-    },
     /// The punishment grows over more tokens than there are.
     #[error("`{path}` is {cache_tokens}, but `max_tokens` is {max_tokens}")]
     OverlongCacheTooLong {
@@ -284,7 +271,6 @@ impl Rule {
             Self::OutOfRange(bound) => [bound.path; 2],
             Self::Replay(conflict) => conflict.paths(),
             Self::EmptyText { path } => [path; 2],
-            Self::UnboundedSupport { path, .. } => [path, "rollout.sample_top_k"],
             Self::UnevenMiniSteps { .. } => ["rollout.groups", "train.mini_steps"],
             Self::OverSampledBatch { .. } => ["rollout.over_sampling_groups", "rollout.groups"],
             Self::OverSampledStaleness { .. } => ["train.max_staleness", "rollout.over_sampling_groups"],
@@ -336,9 +322,6 @@ impl Rule {
             Self::ExactAcrossDtypes { rollout, train } => format!(
                 "set `rollout.dtype` to {train} or `train.dtype` to {rollout}, or `numerics` to `fast`"
             ),
-            Self::UnboundedSupport { path, whole, .. } => {
-                format!("set `rollout.sample_top_k`, to 256 say, or `{path}` to {whole}")
-            }
             Self::OverlongCacheTooLong { max_tokens, .. } => {
                 format!("set `cache_tokens` to {max_tokens} or less")
             }
@@ -479,12 +462,7 @@ fn check_rollout(rollout: &Rollout) -> Result<(), Rule> {
     within("rollout.over_sampling_groups", rollout.over_sampling_groups, Limit::Count(0), "0")?;
     within("rollout.top_p", rollout.top_p, Limit::TOP_P, "1.0")?;
     within("rollout.min_p", rollout.min_p, Limit::MIN_P, "0")?;
-    within("rollout.sample_top_k", rollout.sample_top_k, Limit::SAMPLE_TOP_K, "0")?;
-    if rollout.sample_top_k > 0 {
-        return Ok(());
-    }
-    whole("rollout.top_p", rollout.top_p, 1.0)?;
-    whole("rollout.min_p", rollout.min_p, 0.0)
+    within("rollout.sample_top_k", rollout.sample_top_k, Limit::SAMPLE_TOP_K, "0")
 }
 
 fn check_engine(engine: &Engine) -> Result<(), Rule> {
@@ -502,10 +480,6 @@ pub(crate) fn within(
 ) -> Result<(), Rule> {
     let value = value.to_f64();
     if limit.holds(value) { Ok(()) } else { Err(Rule::OutOfRange(Bound { path, value, limit, usual })) }
-}
-
-fn whole(path: &'static str, value: f64, whole: f64) -> Result<(), Rule> {
-    if value != whole { Err(Rule::UnboundedSupport { path, value, whole }) } else { Ok(()) }
 }
 
 pub(crate) fn filled(path: &'static str, text: &(impl AsRef<Path> + ?Sized)) -> Result<(), Rule> {

@@ -33,7 +33,7 @@ impl fmt::Display for Dtype {
 /// Logprobs, the rollout's and the trainer's, are those of the distribution sampled from: logits are divided by
 /// `temperature`, then cut by `sample_top_k`, `top_p` and `min_p`, in this order, and what is left is renormalised. What
 /// a draw kept goes to the trainer with its token, which scores it over the same tokens. That takes 4 bytes a kept token,
-/// so whoever cuts says how many there may be: `sample_top_k`.
+/// and room is made for as many as there may be: `sample_top_k`, or the vocabulary.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Rollout {
@@ -49,8 +49,8 @@ pub struct Rollout {
     /// Samples from the fewest most likely tokens that hold this much of what `sample_top_k` left; 1 takes all of them.
     #[serde(default = "one")]
     pub top_p: f64,
-    /// Samples from this many most likely tokens; 0 takes all of them. Below 1, `top_p` needs it, and so does `min_p`
-    /// above 0: it bounds what is kept for every token, in the ring as in memory.
+    /// Samples from this many most likely tokens; 0 takes all of them. With `top_p` or `min_p` it also bounds what is
+    /// kept for every token, in the ring as in memory; without, that is the whole vocabulary, which needs a small one.
     #[serde(default)]
     pub sample_top_k: usize,
     /// Samples from tokens at least this many times as likely as the most likely one; 0 takes all of them.

@@ -100,14 +100,6 @@ fn over_sampling_without_staleness_is_refused() {
 }
 
 #[test]
-fn truncated_sampling_without_a_bound_is_refused() {
-    for cut in ["rollout.top_p=0.95", "rollout.min_p=0.05"] {
-        assert!(set(&[cut]).contains("does not say how many tokens a draw may keep"), "{}", set(&[cut]));
-        load(&[cut, "rollout.sample_top_k=20"]).expect("what is kept is bounded");
-    }
-}
-
-#[test]
 fn a_temperature_of_zero_is_refused() {
     assert_snapshot!(with("max_new_tokens: 16", "max_new_tokens: 16, temperature: 0"), @"
     error: `rollout.temperature` is 0, but must be above 0

@@ -88,7 +88,6 @@ impl Args {
         if self.json && self.out.as_os_str() == "-" {
             return Err(CliError::TwoOnStdout);
         }
-        self.check_support()?;
         let recipe = self.recipe.as_ref().map(|path| Recipe::load(path, &[])).transpose()?;
         let source = match (&recipe, &self.prompts) {
             (Some(loaded), _) => PromptSource::Task(&loaded.recipe.task),
@@ -103,17 +102,6 @@ impl Args {
         }
         output::message(&summary.text());
         Ok(())
-    }
-
-    /// As in a recipe, who cuts by probability says how many tokens a draw may keep: each is written beside its token.
-    fn check_support(&self) -> Result<(), CliError> {
-        let cuts = [("--top-p", self.top_p, 1.0), ("--min-p", self.min_p, 0.0)];
-        match cuts.into_iter().find(|(_, value, whole)| value != whole) {
-            Some((flag, value, whole)) if self.top_k == 0 => {
-                Err(CliError::UnboundedSupport { flag, value, whole })
-            }
-            _ => Ok(()),
-        }
     }
 
     fn options(&self) -> RolloutOptions {
