@@ -338,6 +338,25 @@ impl Policy {
         Ok(output)
     }
 
+    /// [`Self::logprobs_of`] for its values alone: no gradient can run back, so the activations of one layer are kept.
+    ///
+    /// # Errors
+    /// As [`Self::logits`].
+    ///
+    /// # Panics
+    /// As [`Self::logprobs_of`].
+    pub fn measure(
+        &mut self,
+        batch: &Packed<'_>,
+        routing: &mut Routing<'_>,
+        scored: Scored<'_>,
+    ) -> Result<PolicyOutput, ModelError> {
+        self.tape.is_learning = false;
+        let output = self.logprobs_of(batch, routing, scored);
+        (self.tape.is_learning, self.last) = (true, None);
+        output
+    }
+
     /// Adds the gradients of a loss to `gradients`, one for each of [`Self::vars`]: `of_output` holds those with respect
     /// to what `output` holds, which is used up.
     ///
@@ -345,7 +364,7 @@ impl Policy {
     /// If candle fails.
     ///
     /// # Panics
-    /// If `output` is not that of the newest forward, or the weights have changed since.
+    /// If `output` is not that of the newest forward, that was [`Self::measure`], or the weights have changed since.
     pub fn backward(
         &mut self,
         output: &PolicyOutput,

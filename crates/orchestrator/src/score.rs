@@ -186,7 +186,7 @@ fn score_trainer(policy: &mut Policy, sequence: &ToScore<'_>) -> Result<Scored, 
         Packed { tokens: &tokens[..n_inputs], targets: &tokens[1..], lengths: &[n_inputs], shared: &[] };
     let kept = sequence.kept();
     let kept = kept.as_ref().map(|(sizes, ids)| Kept { sizes, ids });
-    let output = policy.logprobs_of(&packed, &mut routing, ScoredUnder { temperature, kept })?;
+    let output = policy.measure(&packed, &mut routing, ScoredUnder { temperature, kept })?;
     let logprobs = output.logprobs.to_vec1::<f32>().map_err(ModelError::from)?;
     let mut rows = RouteRows::with_capacity(dims, n_inputs);
     rows.append(live.rows());

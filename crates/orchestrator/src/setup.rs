@@ -12,7 +12,6 @@ use r3_engine::engine::Engine;
 use r3_engine::memory::MemoryBudget;
 use r3_engine::sampler::Sampling;
 use r3_kernels::gemm::Dtype;
-use r3_model::autograd::training::Training;
 use r3_model::autograd::{Policy, Precision};
 use r3_model::checkpoint::Checkpoint;
 use r3_model::config::ModelConfig;
@@ -364,8 +363,7 @@ pub fn load_reference(recipe: &Recipe, model: &ModelConfig) -> Result<Option<Pol
     if shape(&config) != shape(model) {
         return Err(RunError::ForeignReference { path: dir.clone() });
     }
-    // Nothing runs back through it, so its forward keeps nothing.
-    Ok(Some(policy.with_training(|_| Training::Frozen, 0)?))
+    Ok(Some(policy))
 }
 
 /// A source that moves a bar as it is read.

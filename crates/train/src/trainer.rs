@@ -285,7 +285,7 @@ impl Trainer {
         let n_measured_by_updates = self.n_measured_by_updates();
         for mini in batch.mini_steps().iter().skip(n_measured_by_updates) {
             for sequences in &mini.micro_batches {
-                let pass = self.forward(batch, sequences.clone(), true)?;
+                let pass = self.forward(batch, sequences.clone(), Purpose::Measure)?;
                 self.old.keep(sequences, &pass.policy_logprobs);
                 self.replay.keep(sequences, &pass.output.ran);
                 account.measured.add(&self.micro, &pass, &self.native);
@@ -324,7 +324,7 @@ impl Trainer {
             let mut routing = replay.routing(rollout, sequences, None);
             // Over the same support, so that the KL is between two distributions of what could have been sampled.
             let scored = Scored { temperature: *temperature, kept: micro.kept() };
-            let output = reference.policy.logprobs_of(&micro.packed(), &mut routing, scored)?;
+            let output = reference.policy.measure(&micro.packed(), &mut routing, scored)?;
             let logprobs = output.logprobs.to_vec1::<f32>()?;
             if let Some(at) = logprobs.iter().position(|logprob| !logprob.is_finite()) {
                 let tensor = name_position("the reference", batch, sequences.clone(), at);
@@ -352,8 +352,9 @@ impl Trainer {
     ) -> Result<(), TrainError> {
         self.learner.start_step();
         let denominator = self.objective.aggregation.denominator(&mini.counts);
+        let purpose = if measure { Purpose::MeasureAndLearn } else { Purpose::Learn };
         for sequences in &mini.micro_batches {
-            let pass = self.forward(batch, sequences.clone(), measure)?;
+            let pass = self.forward(batch, sequences.clone(), purpose)?;
             if measure {
                 account.measured.add(&self.micro, &pass, &self.native);
                 self.old.keep(sequences, &pass.policy_logprobs);
@@ -396,18 +397,22 @@ impl Trainer {
         &mut self,
         batch: &Batch<'_>,
         sequences: Range<usize>,
-        measure: bool,
+        purpose: Purpose,
     ) -> Result<Pass, TrainError> {
         let Self { learner, micro, native, replay, .. } = self;
         micro.gather(batch, sequences.clone());
-        let mut native = (measure && batch.routes() != RoutesUse::None).then_some(native);
+        let is_measured = purpose != Purpose::Learn;
+        let mut native = (is_measured && batch.routes() != RoutesUse::None).then_some(native);
         if let Some(native) = &mut native {
             native.start(micro.n_rows());
         }
         let rollout = (batch.routes() == RoutesUse::Replay).then_some(&micro.routes[..]);
         let mut routing = replay.routing(rollout, &sequences, native);
         let scored = Scored { temperature: self.temperature, kept: micro.kept() };
-        let output = learner.policy.logprobs_of(&micro.packed(), &mut routing, scored)?;
+        let output = match purpose {
+            Purpose::Measure => learner.policy.measure(&micro.packed(), &mut routing, scored)?,
+            _ => learner.policy.logprobs_of(&micro.packed(), &mut routing, scored)?,
+        };
         let policy_logprobs = output.logprobs.to_vec1::<f32>()?;
         if let Some(at) = policy_logprobs.iter().position(|logprob| !logprob.is_finite()) {
             let tensor = name_position("the policy", batch, sequences, at);
@@ -431,6 +436,15 @@ impl Trainer {
             _ => Ok(()),
         }
     }
+}
+
+/// What a forward is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    /// The mismatch and the old logprobs: no gradient runs back.
+    Measure,
+    Learn,
+    MeasureAndLearn,
 }
 
 /// What a step adds up, and who watches it.

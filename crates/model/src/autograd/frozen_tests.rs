@@ -9,7 +9,7 @@ use super::backward::Backward;
 use super::tape::Op;
 use super::tests::{LENGTHS, TOKENS, pass, policy, tokens};
 use super::training::Training;
-use super::{Packed, Policy, PolicyOutput, Precision};
+use super::{Packed, Policy, PolicyOutput, Precision, Scored};
 use crate::config::ModelConfig;
 use crate::fixtures::{config_with, grouped_json};
 
@@ -129,6 +129,29 @@ fn layers_below_all_that_is_trained_leave_nothing_on_the_tape() {
         assert_eq!(lengths[0], lengths[1]);
         assert!(lengths[1..].is_sorted_by(|a, b| a > b), "{lengths:?}");
         assert_eq!(lengths.last(), Some(&2), "{precision:?}");
+    });
+}
+
+#[test]
+fn what_is_only_measured_keeps_nothing_and_has_the_values_of_what_is_learned_from() {
+    each(|config, precision| {
+        let tokens = tokens(TOKENS);
+        let batch = Packed { tokens: &tokens[..6], targets: &tokens[1..], lengths: &LENGTHS, shared: &[] };
+        let mut policy = policy(config).with_precision(precision);
+        let values = |output: &PolicyOutput| {
+            let scores = output.router_scores.iter().map(|scores| scores.flatten_all().unwrap());
+            let all = scores.chain([output.logprobs.clone(), output.entropy.clone()]);
+            (all.map(|values| values.to_vec1::<f32>().unwrap()).collect::<Vec<_>>(), output.ran.clone())
+        };
+        let learned_from = forward_only(&mut policy);
+        assert!(policy.tape.nodes.len() > 2 && policy.last.is_some());
+        let scored = Scored { temperature: 0.7, kept: None };
+        let measured = policy.measure(&batch, &mut Routing::Free, scored).unwrap();
+        assert_eq!(values(&measured), values(&learned_from), "{precision:?}");
+        let nothing_left = policy.tape.nodes.iter().all(|node| !node.learns) && policy.last.is_none();
+        assert!(nothing_left && policy.tape.nodes.len() == 2, "the stream and its norm, {precision:?}");
+        forward_only(&mut policy);
+        assert!(policy.tape.nodes.iter().all(|node| node.learns), "the next is learned from, {precision:?}");
     });
 }
 

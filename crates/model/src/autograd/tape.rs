@@ -3,7 +3,8 @@
 //! The tape is a stack. A node is the result of one operation, of which every input lies further down; so gradients run
 //! back by taking nodes off the top, and what a node holds is free for the next one as soon as it is off.
 //!
-//! Gradients end at the lowest weight that is trained. Layers below it leave the stream they end with and nothing else.
+//! Gradients end at the lowest weight that is trained. Layers below it leave the stream they end with and nothing else, and
+//! so do all of them where no gradient is to run back at all.
 
 use std::sync::Arc;
 
@@ -124,6 +125,8 @@ pub struct Tape {
     pub(super) nodes: Vec<Node>,
     /// Whether layers keep their input alone and run again when gradients need the rest.
     recompute: bool,
+    /// Whether a gradient will run back over the pass.
+    pub(super) is_learning: bool,
     /// Where the nodes of the layer that is running start.
     layer_start: usize,
     /// Layers that ended.
@@ -151,6 +154,7 @@ impl Tape {
             traces: Vec::new(),
             nodes: Vec::new(),
             recompute,
+            is_learning: true,
             layer_start: 2,
             n_layers: 0,
             routes: Vec::new(),
@@ -222,7 +226,7 @@ impl Tape {
     }
 
     fn push(&mut self, op: Op, rows: Rows) -> NodeId {
-        let learns = self.learns(&op);
+        let learns = self.is_learning && self.learns(&op);
         self.nodes.push(Node { op, rows, learns, grad: None });
         NodeId(self.nodes.len() - 1)
     }
