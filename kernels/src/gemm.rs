@@ -378,26 +378,29 @@ struct Grid {
     n_rows: usize,
     n_panels: usize,
     tile_rows: usize,
-    tile_panels: usize,
+    /// Runs of panels, as even as the panels that are taken at once allow.
+    n_columns: usize,
+    /// Panels that begin and end together.
+    strip: usize,
 }
 
 impl Grid {
     /// Rows a task works on at most: they stay in the second-level cache next to the panels they meet.
     const MAX_ROWS: usize = 128;
 
-    /// Cuts into about `n_tasks` tiles: along columns first, which reads every weight once, then along rows. Cuts
-    /// are at multiples of what a register tile holds.
+    /// Cuts into about `n_tasks` tiles: along columns first, which reads every weight once, then along rows. Runs of
+    /// rows are multiples of what a register tile holds.
     fn new(n_rows: usize, n_panels: usize, n_tasks: usize) -> Self {
         let row_runs = n_rows.div_ceil(Self::MAX_ROWS).max(1);
         let strip = kernel::strip_panels(n_rows);
-        let tile_panels = n_panels.div_ceil(n_tasks.div_ceil(row_runs)).next_multiple_of(strip).min(n_panels);
-        let row_runs = n_tasks.div_ceil(n_panels.div_ceil(tile_panels)).max(row_runs);
+        let n_columns = n_tasks.div_ceil(row_runs).min(n_panels.div_ceil(strip)).max(1);
+        let row_runs = n_tasks.div_ceil(n_columns).max(row_runs);
         let tile_rows = n_rows.div_ceil(row_runs).next_multiple_of(kernel::TILE_ROWS);
-        Self { n_rows, n_panels, tile_rows, tile_panels }
+        Self { n_rows, n_panels, tile_rows, n_columns, strip }
     }
 
     fn len(&self) -> usize {
-        self.n_rows.div_ceil(self.tile_rows.max(1)) * self.n_panels.div_ceil(self.tile_panels)
+        self.n_rows.div_ceil(self.tile_rows.max(1)) * self.n_columns
     }
 
     fn for_each(&self, in_parallel: bool, body: impl Fn(&Tile) + Sync + Send) {
@@ -405,12 +408,17 @@ impl Grid {
     }
 
     fn tile(&self, index: usize) -> Tile {
-        let columns = self.n_panels.div_ceil(self.tile_panels);
-        let (row, panel) = (index / columns * self.tile_rows, index % columns * self.tile_panels);
+        let (row, column) = (index / self.n_columns * self.tile_rows, index % self.n_columns);
         Tile {
             rows: row..self.n_rows.min(row + self.tile_rows),
-            panels: panel..self.n_panels.min(panel + self.tile_panels),
+            panels: self.first_panel(column)..self.first_panel(column + 1),
         }
+    }
+
+    /// Where column `column` begins; the last ends with the product.
+    fn first_panel(&self, column: usize) -> usize {
+        let strips = self.n_panels.div_ceil(self.strip);
+        self.n_panels.min(strips * column / self.n_columns * self.strip)
     }
 }
 

@@ -113,9 +113,9 @@ pub(super) fn run_widened_body<I: Isa>(job: &Job<'_, u32>, tile: &Tile) {
     run::<Widened<I>>(job, tile);
 }
 
-/// Panels that tiles of `n_rows` rows take at once: how products are best cut.
+/// Panels that should stay together in products of `n_rows` rows. More rows take any number at the same speed, nearly.
 pub(super) fn strip_panels(n_rows: usize) -> usize {
-    if n_rows <= FEW_ROWS { MANY_PANELS } else { TILE_PANELS }
+    if n_rows <= FEW_ROWS { MANY_PANELS } else { 1 }
 }
 
 /// Depth outside, then panels, rows inside: a strip of panels stays in the second-level cache while all rows pass

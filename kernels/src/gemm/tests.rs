@@ -125,7 +125,7 @@ proptest! {
     }
 
     #[test]
-    fn every_grid_covers_a_product_once(n_rows in 0_usize..400, n_panels in 1_usize..60, n_tasks in 1_usize..70) {
+    fn every_grid_covers_a_product_once_and_evenly(n_rows in 0_usize..400, n_panels in 1_usize..60, n_tasks in 1_usize..70) {
         let grid = Grid::new(n_rows, n_panels, n_tasks);
         let mut seen = vec![0; n_rows * n_panels];
         for index in 0..grid.len() {
@@ -136,6 +136,9 @@ proptest! {
             }
         }
         prop_assert!(seen.iter().all(|&times| times == 1));
+        let widths = (0..grid.len()).map(|index| grid.tile(index).panels.len());
+        let uneven = widths.clone().max().unwrap_or(0) - widths.min().unwrap_or(0);
+        prop_assert!(uneven <= 1 || n_rows <= 2, "a thread waits for {uneven} panels");
     }
 }
 
