@@ -9,7 +9,8 @@ use std::ops::Range;
 use crate::team;
 
 /// Multiply-adds worth a task of its own where threads have to be woken: 2 us on a core with AVX-512, 10 us on an old
-/// one.
+/// one. Waking takes longer than that, but so do multiply-adds that wait for memory: with four times as many, products of
+/// one row take twice the time.
 const WOKEN_TASK_WORK: usize = 1 << 18;
 /// The same in a team, whose threads are awake.
 const TEAM_TASK_WORK: usize = 1 << 16;
