@@ -102,6 +102,16 @@ fn step() {
 }
 
 #[test]
+fn an_op_that_does_not_exist_is_refused_with_those_that_do() {
+    insta::assert_snapshot!(Directory::empty().refused(&["bench", "kernels", "softmax"]), @"
+    exit 2
+    error: no op of `r3 bench kernels` has `softmax` in its name
+
+    hint: there are gemm, gemm_from_memory, rms_norm, rope, paged_attention, packed_attention, router_choose, router_gates, experts, silu_mul, logprobs, lm_head, draw, truncated_draw, adamw, muon, low_rank_gradient, low_rank_merge, cast, cast_and_pack
+    ");
+}
+
+#[test]
 fn kernels() {
     let measured = bench(&["kernels", "rope", "--rounds", "1"], "GFLOP/s");
     assert_documented(&measured, "`r3 bench kernels --json`");

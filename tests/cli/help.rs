@@ -232,7 +232,7 @@ fn rollout() {
     explains every key. `r3 score` replays them, `r3 routes` converts them. The file appears when it is
     whole.
 
-    Usage: r3 rollout [OPTIONS] --out <FILE> <MODEL>
+    Usage: r3 rollout [OPTIONS] --out <FILE> <--prompts <FILE>|--recipe <RECIPE>> <MODEL>
 
     Arguments:
       <MODEL>

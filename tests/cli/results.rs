@@ -322,6 +322,18 @@ fn a_new_model_says_its_size_and_an_exported_one_scores_the_same() {
     directory.done(&["export", "run", "trained"]);
     assert!(directory.path("trained/tokenizer.json").exists());
     assert!(!directory.path("trained/optimiser.safetensors").exists());
+    let weights = directory.path("run/step-000002/model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&weights, bytes).unwrap();
+    insta::assert_snapshot!(directory.refused(&["export", "run", "damaged"]), @"
+    exit 2
+    error: run/step-000002/model.safetensors is damaged
+      caused by: its bytes are not the ones that were written
+
+    hint: remove this checkpoint and resume from an older one
+    ");
+    assert!(!directory.path("damaged").exists());
 }
 
 #[test]

@@ -224,6 +224,30 @@ fn what_no_token_can_be_drawn_by_is_refused() {
 }
 
 #[test]
+fn prompts_come_from_one_place() {
+    let directory = directory();
+    let refused =
+        |sources: &[&str]| directory.refused(&[&["rollout", "model", "--out", "o"], sources].concat());
+    insta::assert_snapshot!(refused(&[]), @"
+    exit 2
+    error: the following required arguments were not provided:
+      <--prompts <FILE>|--recipe <RECIPE>>
+
+    Usage: r3 rollout --out <FILE> <--prompts <FILE>|--recipe <RECIPE>> <MODEL>
+
+    For more information, try '--help'.
+    ");
+    insta::assert_snapshot!(refused(&["--prompts", "prompts.jsonl", "--recipe", "recipe.yaml"]), @"
+    exit 2
+    error: the argument '--prompts <FILE>' cannot be used with '--recipe <RECIPE>'
+
+    Usage: r3 rollout --out <FILE> <--prompts <FILE>|--recipe <RECIPE>> <MODEL>
+
+    For more information, try '--help'.
+    ");
+}
+
+#[test]
 fn a_sequence_is_scored_at_the_temperature_and_over_the_tokens_that_are_given() {
     let directory = directory();
     let score = |line: &str| {

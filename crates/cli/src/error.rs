@@ -34,6 +34,8 @@ pub(crate) enum CliError {
     Unscored { input: String, line: usize, source: Box<RunError> },
     #[error("the rollouts and the summary cannot both go to stdout")]
     TwoOnStdout,
+    #[error("no op of `r3 bench kernels` has `{op}` in its name")]
+    NoOp { op: String, known: Vec<&'static str> },
     #[error("cannot read {}", path.display())]
     RoutesInput { path: PathBuf, source: io::Error },
     #[error("cannot tell the layout of {input} by its content")]
@@ -103,6 +105,7 @@ impl CliError {
             Self::BadLine { source, .. } => source.hint(),
             Self::LongLine { tokens, .. } => format!("make room with --max-tokens {tokens}"),
             Self::Unscored { source, .. } => source.hint(),
+            Self::NoOp { known, .. } => format!("there are {}", known.join(", ")),
             Self::TwoOnStdout => "leave out --json, or name a file with --out".into(),
             Self::RoutesInput { .. } => "name a readable file, or - for stdin".into(),
             Self::UnknownLayout { .. } => {
@@ -143,6 +146,7 @@ impl CliError {
             | Self::BadLine { .. }
             | Self::LongLine { .. }
             | Self::TwoOnStdout
+            | Self::NoOp { .. }
             | Self::TooFewExperts { .. }
             | Self::BrokenGroups { .. }
             | Self::RoutesInput { .. }

@@ -10,7 +10,7 @@ use r3_model::config::ModelConfig;
 use r3_model::export::{Companions, write_weights};
 use r3_model::init::FreshWeights;
 use r3_model::source::TensorSource;
-use r3_train::checkpoint::Checkpoints;
+use r3_train::checkpoint::{Checkpoints, verify_weights};
 use r3_wire::error::WireError;
 use r3_wire::model::ModelShape;
 
@@ -71,10 +71,12 @@ pub fn create(config: &Path, out: &Path, seed: u64, dtype: Dtype) -> Result<Writ
 /// Copies the model of `checkpoint`, as [`open`] finds it, in a format that `transformers` loads.
 ///
 /// # Errors
-/// If it is not a whole model, `out` holds a model already, or the files cannot be written.
+/// If it is not a whole model, its weights are not those that a run saved there, `out` holds a model already, or the files
+/// cannot be written.
 pub fn export(checkpoint: &Path, out: &Path, dtype: Dtype) -> Result<Written, RunError> {
     let dir = resolve(checkpoint)?;
     let model = Checkpoint::open(&dir)?;
+    verify_weights(&dir)?;
     write_new(out, &dir, (model.config(), &model), dtype)
 }
 
@@ -82,7 +84,8 @@ pub fn export(checkpoint: &Path, out: &Path, dtype: Dtype) -> Result<Written, Ru
 /// they are of, and gives the numbers in them.
 ///
 /// # Errors
-/// If it has none, `out` holds an adapter already, or the files cannot be written.
+/// If it has none, its weights are not those that a run saved there, `out` holds an adapter already, or the files cannot be
+/// written.
 pub fn export_adapter(checkpoint: &Path, out: &Path) -> Result<usize, RunError> {
     let dir = resolve(checkpoint)?;
     let config = ModelConfig::load(&dir)?;
@@ -90,6 +93,7 @@ pub fn export_adapter(checkpoint: &Path, out: &Path) -> Result<usize, RunError> 
     if out.join(PEFT_CONFIG).exists() {
         return Err(RunError::WeightsThere { path: out.to_path_buf() });
     }
+    verify_weights(&dir)?;
     fs::create_dir_all(out).map_err(io_at(out))?;
     adapter.write_peft(out, &config)?;
     Ok(adapter.n_parameters())

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::error::{Damage, TrainError};
+use crate::optimiser_state;
 
 const STATE_FILE: &str = "trainer_state.json";
 const UNFINISHED: &str = ".tmp";
@@ -194,22 +195,41 @@ impl Checkpoints {
 pub fn verify(dir: &Path) -> Result<TrainerState, TrainError> {
     let state = read_state(dir)?;
     for (name, expected) in &state.files {
-        let path = dir.join(name);
-        let found = File::open(&path).and_then(digest);
-        let found = found.map_err(|source| TrainError::Read { path: path.clone(), source })?;
-        let damaged = |source| TrainError::Damaged { path, source };
-        if found.bytes != expected.bytes {
-            return Err(damaged(Damage::Length { bytes: found.bytes, expected: expected.bytes }));
-        }
-        if found != *expected {
-            return Err(damaged(Damage::Checksum));
-        }
+        verify_file(dir.join(name), expected)?;
     }
     let present = list(dir).map_err(|source| TrainError::Read { path: dir.to_owned(), source })?;
     match present.into_iter().find(|(name, _)| name != STATE_FILE && !state.files.contains_key(name)) {
         Some((_, path)) => Err(TrainError::Damaged { path, source: Damage::Unlisted }),
         None => Ok(state),
     }
+}
+
+/// Checks the weights of checkpoint `dir` alone, for those who take nothing else of it; of a directory that is none, nothing is
+/// known.
+///
+/// # Errors
+/// As [`verify`], of weights.
+pub fn verify_weights(dir: &Path) -> Result<(), TrainError> {
+    if !dir.join(STATE_FILE).exists() {
+        return Ok(());
+    }
+    let state = read_state(dir)?;
+    let is_weights = |name: &str| name.ends_with(".safetensors") && name != optimiser_state::FILE;
+    let mut weights = state.files.iter().filter(|(name, _)| is_weights(name));
+    weights.try_for_each(|(name, expected)| verify_file(dir.join(name), expected))
+}
+
+fn verify_file(path: PathBuf, expected: &FileDigest) -> Result<(), TrainError> {
+    let found = File::open(&path).and_then(digest);
+    let found = found.map_err(|source| TrainError::Read { path: path.clone(), source })?;
+    if found == *expected {
+        return Ok(());
+    }
+    let source = match found.bytes == expected.bytes {
+        true => Damage::Checksum,
+        false => Damage::Length { bytes: found.bytes, expected: expected.bytes },
+    };
+    Err(TrainError::Damaged { path, source })
 }
 
 fn read_state(dir: &Path) -> Result<TrainerState, TrainError> {
@@ -386,8 +406,10 @@ mod tests {
         assert_eq!(refusal(), (weights.clone(), "it has 5 bytes instead of 7".into()));
         fs::write(&weights, b"weightz").unwrap();
         assert_eq!(refusal(), (weights.clone(), "its bytes are not the ones that were written".into()));
+        assert!(verify_weights(&dir).unwrap_err().to_string().ends_with("model.safetensors is damaged"));
         fs::write(&weights, b"weights").unwrap();
         fs::write(dir.join("extra"), b"").unwrap();
+        verify_weights(&dir).unwrap();
         assert_eq!(refusal().0, dir.join("extra"));
         fs::write(dir.join(STATE_FILE), b"{").unwrap();
         assert_eq!(refusal().0, dir.join(STATE_FILE));

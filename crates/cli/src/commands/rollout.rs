@@ -24,11 +24,12 @@ use crate::output;
 /// Each line written is one sample: tokens, logprobs, versions, turns, text and routes; docs/json.md explains every key.
 /// `r3 score` replays them, `r3 routes` converts them. The file appears when it is whole.
 #[derive(Debug, clap::Args)]
+#[command(group = clap::ArgGroup::new("source").args(["prompts", "recipe"]).required(true))]
 pub(crate) struct Args {
     /// A Hugging Face directory, a checkpoint, or a run, whose newest checkpoint is taken
     model: PathBuf,
     /// JSON lines to sample from
-    #[arg(long, value_name = "FILE", required_unless_present = "recipe", conflicts_with = "recipe")]
+    #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
     /// Sample the training problems of this recipe's task instead, and score them
     #[arg(long, value_name = "RECIPE")]

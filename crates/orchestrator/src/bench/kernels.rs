@@ -97,6 +97,11 @@ impl KernelsBench {
     }
 }
 
+/// Names of all ops.
+pub fn ops() -> impl Iterator<Item = &'static str> {
+    cases::OPS.into_iter().map(|(op, _)| op)
+}
+
 /// Measures every op whose name contains `filter`.
 #[must_use]
 pub fn measure(filter: &str, rounds: usize) -> KernelsBench {

@@ -1,6 +1,6 @@
 //! `r3 bench kernels`: every op, beside what binds it.
 
-use r3_orchestrator::bench::kernels::measure;
+use r3_orchestrator::bench::kernels::{measure, ops};
 
 use crate::commands::bench::{RoundsArgs, print};
 use crate::error::CliError;
@@ -22,7 +22,11 @@ pub(super) struct Args {
 
 impl Args {
     pub(super) fn execute(&self) -> Result<(), CliError> {
-        let measured = measure(self.op.as_deref().unwrap_or_default(), self.rounds.rounds as usize);
+        let op = self.op.as_deref().unwrap_or_default();
+        if !ops().any(|known| known.contains(op)) {
+            return Err(CliError::NoOp { op: op.to_owned(), known: ops().collect() });
+        }
+        let measured = measure(op, self.rounds.rounds as usize);
         print(self.rounds.json, &measured, &measured.table())
     }
 }
