@@ -6,6 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use r3_kernels::gemm::Dtype;
+use r3_kernels::huge_pages::HugePages;
 use r3_kernels::numerics::Numerics;
 use r3_model::config::ModelConfig;
 use r3_model::init::FreshWeights;
@@ -13,6 +14,9 @@ use r3_orchestrator::bench::engine::{EngineBench, EngineSetup, measure};
 use r3_orchestrator::bench::subject::Subject;
 use r3_telemetry::chart::{Chart, Scale, Series};
 use serde_json::{Value, json};
+
+#[global_allocator]
+static MEMORY: HugePages = HugePages::new();
 
 /// Tokens that each sequence holds when it decodes.
 const CONTEXTS: [usize; 4] = [256, 1024, 4096, 16_384];

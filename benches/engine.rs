@@ -8,9 +8,13 @@ use r3_engine::config::EngineConfig;
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::sampler::Sampling;
 use r3_kernels::gemm::Dtype;
+use r3_kernels::huge_pages::HugePages;
 use r3_kernels::numerics::Numerics;
 use r3_model::config::ModelConfig;
 use r3_model::init::FreshWeights;
+
+#[global_allocator]
+static MEMORY: HugePages = HugePages::new();
 
 const PROMPT_TOKENS: usize = 32;
 const NEW_TOKENS: usize = 128;

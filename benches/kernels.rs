@@ -11,11 +11,15 @@ use r3_kernels::experts::trained::{ExpertGrads, ExpertOperands, ExpertTrace};
 use r3_kernels::experts::{ExpertDims, ExpertScratch, Experts, Routed, forward};
 use r3_kernels::gemm::linear::Linear;
 use r3_kernels::gemm::{Dtype, PackedMatrix, matmul};
+use r3_kernels::huge_pages::HugePages;
 use r3_kernels::lm_head::gradient::HeadGradient;
 use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
 use r3_kernels::logprob::chosen_logprobs;
 use r3_kernels::router::{Choice, RouterConfig, Routing, choose, gates};
 use r3_kernels::weight_gradient::WeightGradient;
+
+#[global_allocator]
+static MEMORY: HugePages = HugePages::new();
 
 const DTYPES: [Dtype; 2] = [Dtype::F32, Dtype::Bf16];
 

@@ -5,11 +5,15 @@ use std::path::Path;
 
 use criterion::{Criterion, Throughput, criterion_group};
 use r3_core::ids::TokenId;
+use r3_kernels::huge_pages::HugePages;
 use r3_model::autograd::Policy;
 use r3_model::config::ModelConfig;
 use r3_model::init::FreshWeights;
 use r3_recipe::learning::Sft;
 use r3_train::sft::{Example, SftTrainer};
+
+#[global_allocator]
+static MEMORY: HugePages = HugePages::new();
 
 /// candle's backward recurses over the graph.
 const STACK_BYTES: usize = 64 << 20;

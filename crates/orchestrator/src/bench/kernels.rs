@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use r3_kernels::gemm::Dtype;
+use r3_kernels::team;
 use serde::Serialize;
 
 use crate::bench::Spread;
@@ -124,7 +125,8 @@ pub fn measure(filter: &str, rounds: usize) -> KernelsBench {
 
 impl KernelsBench {
     fn measured(&self, op: &'static str, mut case: Case) -> KernelBench {
-        let us = timed(&mut case.call, self.rounds);
+        // Threads are awake, as they are in a tick and in a pass.
+        let us = team::in_team(|| timed(&mut *case.call, self.rounds));
         let (peak, dtype) = match case.dtype {
             Dtype::F32 => (self.gemm_peak_gflops.f32, "f32"),
             Dtype::Bf16 => (self.gemm_peak_gflops.bf16, "bf16"),
@@ -147,7 +149,7 @@ impl KernelsBench {
 }
 
 /// Microseconds of a call, in each round the mean of as many as fit its time.
-fn timed(call: &mut dyn FnMut(), rounds: usize) -> Spread {
+fn timed(call: &mut (dyn FnMut() + Send), rounds: usize) -> Spread {
     call(); // Buffers grow, caches fill.
     let start = Instant::now();
     call();

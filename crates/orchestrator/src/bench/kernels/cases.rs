@@ -2,8 +2,6 @@
 
 use std::hint::black_box;
 
-use r3_kernels::attention::packed::{PackedAttention, PackedSequence};
-use r3_kernels::attention::{Heads, KvCache, PagedSequence, paged_attention};
 use r3_kernels::experts::{self, ExpertDims, ExpertScratch, Experts, Routed};
 use r3_kernels::gemm::{Dtype, PackedMatrix, matmul};
 use r3_kernels::rms_norm::rms_norm;
@@ -11,6 +9,7 @@ use r3_kernels::rope::{RopeTable, rope};
 use r3_kernels::router::{Choice, Router, RouterConfig, Routing, Scoring, choose, gates};
 use r3_kernels::swiglu::silu_mul;
 
+mod attend;
 mod head;
 mod update;
 
@@ -27,7 +26,7 @@ pub(super) struct Case {
     /// Bytes that are touched before any of them is touched again.
     pub(super) working_set: usize,
     /// Runs it once.
-    pub(super) call: Box<dyn FnMut()>,
+    pub(super) call: Box<dyn FnMut() + Send>,
 }
 
 impl Case {
@@ -36,7 +35,7 @@ impl Case {
         shape: String,
         dtype: Dtype,
         (flops, bytes): (usize, usize),
-        call: impl FnMut() + 'static,
+        call: impl FnMut() + Send + 'static,
     ) -> Self {
         let call = Box::new(call);
         Self { shape, dtype, flops: flops as f64, bytes: bytes as f64, working_set: bytes, call }
@@ -47,13 +46,14 @@ impl Case {
 type Make = fn() -> Vec<Case>;
 
 /// Every op, in the order in which a layer runs them.
-pub(super) const OPS: [(&str, Make); 20] = [
+pub(super) const OPS: [(&str, Make); 21] = [
     ("gemm", gemm),
     ("gemm_from_memory", gemm_from_memory),
     ("rms_norm", norm),
     ("rope", rotary),
-    ("paged_attention", paged),
-    ("packed_attention", packed),
+    ("paged_attention", attend::paged),
+    ("long_attention", attend::long),
+    ("packed_attention", attend::packed),
     ("router_choose", router_choose),
     ("router_gates", router_gates),
     ("experts", moe),
@@ -153,49 +153,6 @@ fn rotary() -> Vec<Case> {
         })
     };
     TOKENS.map(case).into()
-}
-
-const HEADS: Heads = Heads { n_heads: 16, n_kv_heads: 4, head_dim: 64 };
-const BLOCK_TOKENS: usize = 16;
-
-/// Decoding: one query a sequence, over a context of which each sequence has its own.
-fn paged() -> Vec<Case> {
-    let Heads { n_heads, n_kv_heads, head_dim } = HEADS;
-    let case = |(dtype, (sequences, context)): (Dtype, (usize, usize))| {
-        let n_slots = sequences * context;
-        let mut cache = KvCache::new(1, n_slots, HEADS, dtype);
-        let slots: Vec<u32> = (0u32..).take(n_slots).collect();
-        let kv = noise(n_slots * n_kv_heads * head_dim);
-        cache.write(0, &slots, &kv, &kv);
-        let q = noise(sequences * n_heads * head_dim);
-        let mut out = vec![0.0; q.len()];
-        let blocks: Vec<u32> = (0u32..).take(n_slots / BLOCK_TOKENS).collect();
-        let costs = (4 * n_slots * n_heads * head_dim, 2 * n_slots * n_kv_heads * head_dim * element(dtype));
-        Case::new(format!("{sequences} sequences, context {context}"), dtype, costs, move || {
-            let tables = blocks.chunks_exact(context / BLOCK_TOKENS);
-            let tables: Vec<_> =
-                tables.map(|blocks| PagedSequence { n_queries: 1, start: context - 1, blocks }).collect();
-            paged_attention(black_box(&q), &cache, (0, BLOCK_TOKENS), &tables, black_box(&mut out));
-        })
-    };
-    pairs(&DTYPES, &[(1, 1024), (64, 160), (64, 1024)]).into_iter().map(case).collect()
-}
-
-/// Training: every query of every sequence.
-fn packed() -> Vec<Case> {
-    let Heads { n_heads, n_kv_heads, head_dim } = HEADS;
-    let case = |(sequences, length): (usize, usize)| {
-        let t = sequences * length;
-        let (q, kv) = (noise(t * n_heads * head_dim), noise(t * n_kv_heads * head_dim));
-        let (mut out, packed) = (vec![0.0; q.len()], vec![PackedSequence::whole(length); sequences]);
-        let pairs = sequences * length * (length + 1) / 2;
-        let costs = (4 * pairs * n_heads * head_dim, (q.len() + 2 * kv.len()) * F32);
-        let mut attention = PackedAttention::new(HEADS, Dtype::F32);
-        Case::new(format!("{sequences} sequences of {length}"), Dtype::F32, costs, move || {
-            attention.forward(black_box(&q), (&kv, &kv), &packed, black_box(&mut out));
-        })
-    };
-    [(8, 256), (32, 64)].map(case).into()
 }
 
 const SOFTMAX: RouterConfig = RouterConfig::softmax(64, 8, true);
