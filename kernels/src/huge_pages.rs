@@ -25,11 +25,9 @@ const SMALLEST: usize = 256 << 10;
 /// Blocks begin and end on base pages, which is the largest alignment that is served.
 const BASE_PAGE: usize = 4 << 10;
 
-/// Address space that is reserved, in bytes, or less where the system refuses. Only what is touched is memory.
+/// Address space that is reserved, in bytes. Only what is touched is memory, save where the system counts what is
+/// reserved, and then it refuses so much.
 const RESERVED: usize = 16 << 40;
-
-/// What is not tried to be reserved any more.
-const TOO_LITTLE: usize = 1 << 30;
 
 /// Serves blocks of 256 KiB and more from one mapping that asks for huge pages, and smaller ones from the system.
 ///
@@ -87,26 +85,19 @@ impl HugePages {
     }
 }
 
-/// Reserves address space that asks for huge pages, as much as the system allows.
+/// Reserves address space that asks for huge pages.
 fn map() -> Option<Mapping> {
-    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-    let mut bytes = RESERVED;
-    let base = loop {
-        // SAFETY: the kernel chooses an address where nothing is mapped.
-        let mapped = unsafe {
-            rustix::mm::mmap_anonymous(ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, flags)
-        };
-        match mapped {
-            Ok(base) => break base,
-            Err(_) if bytes / 2 >= TOO_LITTLE => bytes /= 2,
-            Err(_) => return None,
-        }
-    };
-    // SAFETY: the advice changes no byte of the mapping, which is ours. A kernel without huge pages refuses it, which is no loss.
-    let _unsupported = unsafe { rustix::mm::madvise(base, bytes, Advice::LinuxHugepage) };
+    let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
+    // SAFETY: the kernel chooses an address where nothing is mapped.
+    let base = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), RESERVED, access, flags) }.ok()?;
+    // A dump of the process would have to pass over all that is reserved.
+    for advice in [Advice::LinuxHugepage, Advice::LinuxDontDump] {
+        // SAFETY: the advice changes no byte of the mapping, which is ours. A kernel that refuses it is no loss.
+        let _unsupported = unsafe { rustix::mm::madvise(base, RESERVED, advice) };
+    }
     let start = base.expose_provenance();
     let aligned = start.next_multiple_of(HUGE_PAGE);
-    Some(Mapping::Made { base: aligned, extents: Extents::new(bytes - (aligned - start)) })
+    Some(Mapping::Made { base: aligned, extents: Extents::new(RESERVED - (aligned - start)) })
 }
 
 // SAFETY: a block is the system's or lies in an extent that nobody else has until it is given back (`Extents::take`); which of the
