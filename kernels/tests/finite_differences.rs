@@ -344,7 +344,7 @@ proptest! {
             let gradient =
                 HeadGradient { hidden, weight, packed, targets, logprobs, entropies, target_logits, lengths };
             let (mut hidden, mut weight) = (vec![0.0; t * width], vec![0.0; vocab * width]);
-            gradient.add((&grad[..t], &grad[t..]), (&mut hidden, Some(&mut weight)));
+            gradient.add((&grad[..t], &grad[t..]), (Some(&mut hidden), Some(&mut weight)));
             vec![hidden, weight]
         };
         let inputs = [noise(t * width, 1), noise(vocab * width, 2)];

@@ -60,7 +60,7 @@ fn extra_bytes(n_rows: usize, vocab: usize) -> usize {
         target_logits: &target_logits,
         lengths: &[n_rows],
     };
-    gradient.add((&pull, &pull), (&mut hidden_grad, Some(&mut weight_grad)));
+    gradient.add((&pull, &pull), (Some(&mut hidden_grad), Some(&mut weight_grad)));
     assert!(hidden_grad.iter().chain(&weight_grad).any(|&grad| grad != 0.0));
     MOST.load(Ordering::Relaxed) - held
 }

@@ -136,7 +136,7 @@ proptest! {
             let head = HeadGradient { hidden, weight, packed, targets, logprobs, entropies, target_logits, lengths };
             let mut hidden_grad = vec![0.0; hidden.len()];
             let (of_logprobs, of_entropies) = pulls.split_at(t);
-            head.add((&of_logprobs[tokens.clone()], &of_entropies[tokens]), (&mut hidden_grad, Some(&mut weights[0])));
+            head.add((&of_logprobs[tokens.clone()], &of_entropies[tokens]), (Some(&mut hidden_grad), Some(&mut weights[0])));
             hidden_grads.extend(hidden_grad);
         });
         prop_assert!(same);

@@ -19,6 +19,7 @@ use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::executor::Weights;
 use crate::forward::{forward, logits};
+use crate::rows::Rows;
 use crate::source::TensorSource;
 
 mod backward;
@@ -399,8 +400,11 @@ impl Policy {
         let id = self.head();
         let Tape { params, nodes, pool, .. } = &mut self.tape;
         let top = nodes.last_mut().expect("a forward leaves its hidden states");
-        let mut hidden_grad = pool.take(top.rows.rows(), top.rows.width());
-        hidden_grad.values_mut().fill(0.0);
+        let mut hidden_grad = top.learns.then(|| {
+            let mut grad = pool.take(top.rows.rows(), top.rows.width());
+            grad.values_mut().fill(0.0);
+            grad
+        });
         let weight_grad = params.learning(id).whole(gradients);
         let (weight, packed) = params.both(id)?;
         let gradient = HeadGradient {
@@ -417,11 +421,8 @@ impl Policy {
             target_logits: &last.scores.target_logits,
             lengths: &last.attend.lengths,
         };
-        gradient.add(of_scores, (hidden_grad.values_mut(), weight_grad));
-        match top.learns {
-            true => top.grad = Some(Arc::new(hidden_grad)),
-            false => pool.release(hidden_grad),
-        }
+        gradient.add(of_scores, (hidden_grad.as_mut().map(Rows::values_mut), weight_grad));
+        top.grad = hidden_grad.map(Arc::new);
         Ok(())
     }
 }

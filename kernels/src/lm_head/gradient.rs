@@ -68,8 +68,8 @@ struct Row<'a> {
 }
 
 impl HeadGradient<'_> {
-    /// Adds the gradients of hidden states `[T, D]` and weight `[V, D]`, unless that is frozen, to `out`, given those of
-    /// logprobs and entropies, `[T]` each. Some rows and one block of the vocabulary at a time; every element is one
+    /// Adds the gradients of hidden states `[T, D]` and weight `[V, D]`, of each if it is wanted, given those of logprobs and
+    /// entropies, `[T]` each. Some rows and one block of the vocabulary at a time; every element is one
     /// chain, over the vocabulary or over rows, in order.
     ///
     /// # Panics
@@ -77,7 +77,7 @@ impl HeadGradient<'_> {
     pub fn add(
         &self,
         (logprob_grads, entropy_grads): (&[f32], &[f32]),
-        (hidden_grad, mut weight_grad): (&mut [f32], Option<&mut [f32]>),
+        (mut hidden_grad, mut weight_grad): (Option<&mut [f32]>, Option<&mut [f32]>),
     ) {
         let (width, vocab) = (self.packed.k(), self.packed.n());
         let kept = KeptRows::new(self.targets.kept, self.targets.ids, vocab);
@@ -89,7 +89,7 @@ impl HeadGradient<'_> {
             end = piece.end;
             let rows = &rows[piece.clone()];
             let piece = piece.start * width..piece.end * width;
-            let (hidden, hidden_grad) = (&self.hidden[piece.clone()], &mut hidden_grad[piece]);
+            let hidden = &self.hidden[piece.clone()];
             let mut rounded = None;
             let x = gemm::rows_in(self.packed.dtype(), hidden, width, &mut rounded);
             for block in 0..vocab.div_ceil(BLOCK) {
@@ -98,7 +98,10 @@ impl HeadGradient<'_> {
                 self.logit_gradients(x, rows, block, &mut logit_grads);
                 let span = columns.start * width..columns.end * width;
                 let product = |a, b| PlainProduct { a, b, n: width, dtype: self.packed.dtype(), onto: true };
-                product(Left::Plain(&logit_grads), &self.weight[span.clone()]).run(hidden_grad);
+                if let Some(hidden_grad) = &mut hidden_grad {
+                    let weight = &self.weight[span.clone()];
+                    product(Left::Plain(&logit_grads), weight).run(&mut hidden_grad[piece.clone()]);
+                }
                 if let Some(weight_grad) = &mut weight_grad {
                     product(Left::Transposed(&logit_grads, &lengths), hidden).run(&mut weight_grad[span]);
                 }

@@ -90,7 +90,7 @@ impl Inputs {
             lengths: &[self.ids.len()],
         };
         let (mut hidden, mut weight) = (vec![0.0; self.hidden.len()], vec![0.0; self.weight.len()]);
-        gradient.add(pulls.split_at(self.ids.len()), (&mut hidden, Some(&mut weight)));
+        gradient.add(pulls.split_at(self.ids.len()), (Some(&mut hidden), Some(&mut weight)));
         [logprobs, entropies, hidden, weight]
     }
 }

@@ -53,6 +53,7 @@ fn trained_sets(n_layers: usize) -> Vec<Trained> {
         &["self_attn.q_norm", "mlp.shared"],
         &["post_attention_layernorm"],
         &["input_layernorm"],
+        &["lm_head"],
     ] {
         let is_part = move |name: &str| parts.iter().any(|part| name.contains(part));
         let part =
