@@ -343,7 +343,7 @@ fn tokens_that_cannot_be_scored() {
     error: cannot score lines.jsonl:1
       caused by: a sequence of 65 tokens exceeds the model's 64 positions
 
-    hint: shorten prompts or `rollout.max_new_tokens`
+    hint: shorten the sequences, or take a model with more positions
     ");
     assert_snapshot!(scored(&directory, "{\"tokens\": [8, 9, 8, 9]}\n", &["--max-tokens", "3"]), @r"
     0 scored, exit 2

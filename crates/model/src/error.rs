@@ -60,7 +60,7 @@ impl ModelError {
             Self::Dtype { .. } => "r3 reads bf16, f16 and f32 weights; convert quantised models first".into(),
             Self::NotFinite { .. } => "the weights are damaged: go back to an earlier checkpoint".into(),
             Self::TokenOutOfRange { .. } => "the tokenizer and the model do not belong together".into(),
-            Self::TooLong { .. } => "shorten prompts or `rollout.max_new_tokens`".into(),
+            Self::TooLong { .. } => "shorten the sequences, or take a model with more positions".into(),
             Self::NoSuchTensor { .. } | Self::Tensor(_) => "this is a bug in r3; please report it".into(),
         }
     }
