@@ -275,7 +275,21 @@ fn register_tile<D: Dot, const BLOCKED: bool, const ROWS: usize, const PANELS: u
     assert!(len > 0 && (ROWS - 1) * row_step + (len - 1) * k_step < x.len());
     assert!((PANELS - 1) * depth + len <= lines.len());
     let mut sums = [[D::load(&[0.0; LANES]); PANELS]; ROWS];
-    if job.onto || block.depth.start > 0 {
+    // Whether every panel has all its columns.
+    let is_whole = (panel + PANELS) * LANES <= job.n;
+    let part = |r: usize, p: usize| {
+        let start = (row + r) * job.n + (panel + p) * LANES;
+        start..start + LANES
+    };
+    if (job.onto || block.depth.start > 0) && is_whole {
+        for (r, sums) in sums.iter_mut().enumerate() {
+            for (p, sum) in sums.iter_mut().enumerate() {
+                // SAFETY: tiles of one job share no row of a panel, and nothing else here holds a part.
+                let y = unsafe { job.y.part(part(r, p)) };
+                *sum = D::load(y.first_chunk().expect("a part of that length"));
+            }
+        }
+    } else if job.onto || block.depth.start > 0 {
         let mut values = [[[0.0; LANES]; PANELS]; ROWS];
         job.read((row, panel), values.as_flattened_mut(), PANELS);
         for (sums, values) in sums.iter_mut().zip(&values) {
@@ -307,12 +321,11 @@ fn register_tile<D: Dot, const BLOCKED: bool, const ROWS: usize, const PANELS: u
         }
     }
     let bias = job.bias.filter(|_| block.depth.end == depth);
-    if bias.is_none() && (panel + PANELS) * LANES <= job.n {
+    if bias.is_none() && is_whole {
         for (r, sums) in sums.iter().enumerate() {
             for (p, &sum) in sums.iter().enumerate() {
-                let start = (row + r) * job.n + (panel + p) * LANES;
-                // SAFETY: tiles of one job share no row of a panel, and nothing else here holds a part.
-                let y = unsafe { job.y.part(start..start + LANES) };
+                // SAFETY: as above.
+                let y = unsafe { job.y.part(part(r, p)) };
                 D::store(sum, y.first_chunk_mut().expect("a part of that length"));
             }
         }
@@ -328,8 +341,8 @@ fn register_tile<D: Dot, const BLOCKED: bool, const ROWS: usize, const PANELS: u
 }
 
 impl<W> Job<'_, W> {
-    /// Reads sums that earlier blocks left in `y`: `values` `[rows, n_panels]`, from row and panel `at` on. Beside the
-    /// kernels, which would otherwise be long with what happens rarely.
+    /// Reads sums that earlier blocks left in `y`: `values` `[rows, n_panels]`, from row and panel `at` on, where a panel
+    /// lacks columns. Beside the kernels, which would otherwise be long with what happens rarely.
     #[inline(never)]
     fn read(&self, at: (usize, usize), values: &mut [[f32; LANES]], n_panels: usize) {
         for (i, values) in values.iter_mut().enumerate() {
