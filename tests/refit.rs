@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::cell::Cell;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::{MODELS, Rollout, Sampled, checkpoint, engine, finish, plain, request, sample, tokens};
 use r3_core::ids::PolicyVersion;
@@ -13,6 +13,7 @@ use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::error::EngineError;
 use r3_engine::resume::Continuation;
 use r3_kernels::gemm::Dtype;
+use r3_model::autograd::Policy;
 use r3_model::checkpoint::Checkpoint;
 use r3_model::error::ModelError;
 use r3_model::source::{TensorSource, canonical_tensors, hash_tensors};
@@ -21,20 +22,20 @@ use r3_scheduler::request::Finished;
 /// A source that a test meddles with: `meddle(read, name, values)` sees every read, numbered from 0.
 struct Meddled<'a, F> {
     source: &'a dyn TensorSource,
-    n_reads: Cell<usize>,
+    n_reads: AtomicUsize,
     meddle: F,
 }
 
-impl<'a, F: Fn(usize, &str, &mut Vec<f32>) -> Result<(), ModelError>> Meddled<'a, F> {
+impl<'a, F: Fn(usize, &str, &mut Vec<f32>) -> Result<(), ModelError> + Sync> Meddled<'a, F> {
     fn new(source: &'a dyn TensorSource, meddle: F) -> Self {
-        Self { source, n_reads: Cell::new(0), meddle }
+        Self { source, n_reads: AtomicUsize::new(0), meddle }
     }
 }
 
-impl<F: Fn(usize, &str, &mut Vec<f32>) -> Result<(), ModelError>> TensorSource for Meddled<'_, F> {
+impl<F: Fn(usize, &str, &mut Vec<f32>) -> Result<(), ModelError> + Sync> TensorSource for Meddled<'_, F> {
     fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
         self.source.read(name, out)?;
-        let read = self.n_reads.replace(self.n_reads.get() + 1);
+        let read = self.n_reads.fetch_add(1, Ordering::Relaxed);
         (self.meddle)(read, name, out)
     }
 }
@@ -42,7 +43,7 @@ impl<F: Fn(usize, &str, &mut Vec<f32>) -> Result<(), ModelError>> TensorSource f
 /// `source` with every value of the tensors that `name` picks multiplied by `factor`.
 fn scaled<'a>(
     source: &'a dyn TensorSource,
-    name: impl Fn(&str) -> bool + 'a,
+    name: impl Fn(&str) -> bool + Sync + 'a,
     factor: f32,
 ) -> impl TensorSource + 'a {
     Meddled::new(source, move |_, tensor, values| {
@@ -145,7 +146,7 @@ fn a_source_that_fails_at_any_read_leaves_the_old_weights_served() {
     // Other weights than those served, so that a half-done refit would show.
     let other = scaled(&checkpoint, |name| name.ends_with("proj.weight"), 1.25);
     let n_tensors = canonical_tensors(checkpoint.config()).len();
-    // Every tensor is read twice: to be loaded, and to be hashed.
+    // Every tensor is read twice: to be hashed, and to be loaded.
     for failing in 0..2 * n_tensors {
         let trained = Meddled::new(&other, |read, name, _| match read == failing {
             true => Err(ModelError::NoSuchTensor { name: name.to_owned() }),
@@ -157,7 +158,7 @@ fn a_source_that_fails_at_any_read_leaves_the_old_weights_served() {
     // With no failure, the same source is taken.
     let trained = Meddled::new(&other, |_, _, _| Ok(()));
     engine.refit(&trained, PolicyVersion(1)).unwrap();
-    assert_eq!(trained.n_reads.get(), 2 * n_tensors);
+    assert_eq!(trained.n_reads.load(Ordering::Relaxed), 2 * n_tensors);
     assert_ne!(sample(&mut engine, &requests()).rollouts, expected.rollouts);
 }
 
@@ -180,6 +181,28 @@ fn a_value_that_is_not_finite_in_any_tensor_leaves_the_old_weights_served() {
             panic!("{broken}: {error}")
         };
         assert_eq!(name, broken);
+    }
+}
+
+#[test]
+fn a_trainers_weight_that_is_not_finite_is_refused_though_the_engine_shares_its_packed_copy() {
+    let checkpoint = checkpoint(MODELS[0]);
+    let (mut engine, expected) = serving(&checkpoint);
+    let names = ["model.layers.1.self_attn.k_proj.weight", "model.layers.2.mlp.experts.down_proj"];
+    for broken in [&names[..], &names[1..]] {
+        let mut policy = Policy::load(&checkpoint, checkpoint.config()).unwrap();
+        policy.change(|vars| {
+            for (_, var) in vars.iter().filter(|(name, _)| broken.contains(&name.as_str())) {
+                var.set(&(var.as_tensor() * f64::INFINITY).unwrap()).unwrap();
+            }
+        });
+        let shared = policy.shared_weights().unwrap();
+        assert!(shared.packed_matrix(names[0]).is_some() && shared.packed_experts(names[1]).is_some());
+        let error = refused(&mut engine, &expected, &shared);
+        let EngineError::Model(ModelError::NotFinite { name, index: 0, .. }) = &error else {
+            panic!("{broken:?}: {error}")
+        };
+        assert_eq!(name, broken[0]);
     }
 }
 
@@ -217,7 +240,7 @@ fn a_refit_that_fails_does_not_disturb_what_runs() {
     while engine.has_work() {
         engine.tick().unwrap();
         let before = (engine.stats(), engine.epoch());
-        broken.n_reads.set(0);
+        broken.n_reads.store(0, Ordering::Relaxed);
         engine.refit(&broken, PolicyVersion(1)).expect_err("a weight is not a number");
         assert_eq!(
             (engine.stats(), engine.epoch(), engine.version()),

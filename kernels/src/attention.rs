@@ -6,6 +6,7 @@
 
 use std::cell::{Cell, RefCell};
 
+use bytemuck::Zeroable;
 use half::bf16;
 
 use crate::gemm::Dtype;
@@ -84,6 +85,13 @@ struct Tiles<E> {
     values: Vec<E>,
 }
 
+impl<E: Zeroable> Tiles<E> {
+    /// In memory that nobody has touched: writing zeros to all of it would take as long as a small model's first tokens.
+    fn zeros(len: usize) -> Self {
+        Self { keys: bytemuck::zeroed_vec(len), values: bytemuck::zeroed_vec(len) }
+    }
+}
+
 impl KvCache {
     /// A cache of `n_slots` tokens, all zero. Slots are stored in tiles of 16, so `n_slots` is best a multiple of that.
     ///
@@ -94,8 +102,8 @@ impl KvCache {
         heads.assert_whole();
         let len = n_layers * n_slots.next_multiple_of(LANES) * heads.kv_len();
         let pages = match dtype {
-            Dtype::F32 => Pages::F32(Tiles { keys: vec![0.0; len], values: vec![0.0; len] }),
-            Dtype::Bf16 => Pages::Bf16(Tiles { keys: vec![bf16::ZERO; len], values: vec![bf16::ZERO; len] }),
+            Dtype::F32 => Pages::F32(Tiles::zeros(len)),
+            Dtype::Bf16 => Pages::Bf16(Tiles::zeros(len)),
         };
         Self { heads, n_layers, n_slots, pages }
     }

@@ -46,8 +46,7 @@ impl Experts {
         assert!(n_experts > 0 && width > 0 && inter > 0, "experts have no dimension of 0: {dims:?}");
         assert_eq!(gate_up.len(), n_experts * 2 * inter * width, "gate_up is [E, 2 I, D]");
         assert_eq!(down.len(), n_experts * width * inter, "down is [E, D, I]");
-        let pack =
-            |w: &[f32], n, k| w.chunks_exact(n * k).map(|w| PackedMatrix::pack(w, n, k, dtype)).collect();
+        let pack = |w, n, k| pack(w, (n_experts, n, k), dtype);
         Self { dims, gate_up: pack(gate_up, 2 * inter, width), down: pack(down, width, inter) }
     }
 
@@ -98,12 +97,30 @@ impl Experts {
     }
 }
 
+/// Packs `w` `[count, n, k]` as `count` matrices.
+fn pack(w: &[f32], (count, n, k): (usize, usize, usize), dtype: Dtype) -> Vec<PackedMatrix> {
+    let mut packed: Vec<Option<PackedMatrix>> = vec![None; count];
+    // Their memory, too, is got and touched on all threads.
+    each(&mut packed, w, |packed, w| *packed = Some(PackedMatrix::pack(w, n, k, dtype)));
+    packed.into_iter().flatten().collect()
+}
+
 fn repack(matrices: &mut [PackedMatrix], w: &[f32]) {
     let len = matrices[0].n() * matrices[0].k();
     assert_eq!(w.len(), matrices.len() * len, "weights must keep their shape");
-    for (matrix, w) in matrices.iter_mut().zip(w.chunks_exact(len)) {
-        matrix.repack(w);
+    each(matrices, w, PackedMatrix::repack);
+}
+
+/// Calls `pack` with every expert and its share of `w`. One alone may not be worth another thread: they go side by side if
+/// there is one for every thread.
+fn each<P: Send>(experts: &mut [P], w: &[f32], pack: impl Fn(&mut P, &[f32]) + Sync + Send) {
+    let len = w.len() / experts.len();
+    if experts.len() < team::n_threads() {
+        return experts.iter_mut().zip(w.chunks_exact(len)).for_each(|(expert, w)| pack(expert, w));
     }
+    parallel::for_rows(experts, 1, PackedMatrix::PACK_WORK * len, |first, experts| {
+        experts.iter_mut().zip(w[first * len..].chunks_exact(len)).for_each(|(expert, w)| pack(expert, w));
+    });
 }
 
 /// Where tokens go and how much each expert's answer counts.

@@ -11,7 +11,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use crate::cast::{round_rows, unpair};
+use crate::cast::round_rows;
 use crate::parallel::{self, Disjoint};
 use crate::scratch::Scratch;
 
@@ -57,6 +57,9 @@ enum Panels {
 }
 
 impl PackedMatrix {
+    /// Multiply-adds that packing an element takes, about.
+    pub(crate) const PACK_WORK: usize = 16;
+
     /// Packs `w`, row-major `[n, k]`.
     ///
     /// # Panics
@@ -65,9 +68,10 @@ impl PackedMatrix {
     pub fn pack(w: &[f32], n: usize, k: usize, dtype: Dtype) -> Self {
         assert!(n > 0 && k > 0, "a packed matrix has at least one row and column, not [{n}, {k}]");
         let n_panels = n.div_ceil(LANES);
+        // Memory that nobody has touched, where it is large: the thread that packs a panel is the first.
         let panels = match dtype {
-            Dtype::F32 => Panels::F32(vec![Line::default(); n_panels * k]),
-            Dtype::Bf16 => Panels::Bf16(vec![Line::default(); n_panels * k.div_ceil(2)]),
+            Dtype::F32 => Panels::F32(bytemuck::zeroed_vec(n_panels * k)),
+            Dtype::Bf16 => Panels::Bf16(bytemuck::zeroed_vec(n_panels * k.div_ceil(2))),
         };
         let mut packed = Self { n, k, panels };
         packed.repack(w);
@@ -82,16 +86,20 @@ impl PackedMatrix {
         let (n, k) = (self.n, self.k);
         assert_eq!(w.len(), n * k, "weights must stay [{n}, {k}]");
         match &mut self.panels {
-            Panels::F32(lines) => parallel::for_rows(lines, k, LANES * k, |first, lines| {
-                for (i, panel) in lines.chunks_exact_mut(k).enumerate() {
-                    kernel::pack_f32(panel_rows(w, k, first + i), k, panel);
-                }
-            }),
-            Panels::Bf16(lines) => parallel::for_rows(lines, k.div_ceil(2), LANES * k, |first, lines| {
-                for (i, panel) in lines.chunks_exact_mut(k.div_ceil(2)).enumerate() {
-                    kernel::pack_bf16(panel_rows(w, k, first + i), k, panel);
-                }
-            }),
+            Panels::F32(lines) => {
+                parallel::for_rows(lines, k, LANES * k * Self::PACK_WORK, |first, lines| {
+                    for (i, panel) in lines.chunks_exact_mut(k).enumerate() {
+                        kernel::pack_f32(panel_rows(w, k, first + i), k, panel);
+                    }
+                })
+            }
+            Panels::Bf16(lines) => {
+                parallel::for_rows(lines, k.div_ceil(2), LANES * k * Self::PACK_WORK, |first, lines| {
+                    for (i, panel) in lines.chunks_exact_mut(k.div_ceil(2)).enumerate() {
+                        kernel::pack_bf16(panel_rows(w, k, first + i), k, panel);
+                    }
+                })
+            }
         }
     }
 
@@ -110,11 +118,7 @@ impl PackedMatrix {
                 }
             }
             Panels::Bf16(lines) => {
-                for (out, line) in out.chunks_mut(2).zip(&lines[panel * self.k.div_ceil(2)..]) {
-                    for (out, half) in out.iter_mut().zip(unpair(line.0[lane])) {
-                        *out = half;
-                    }
-                }
+                kernel::unpack_bf16(&lines[panel * self.k.div_ceil(2)..][..self.k.div_ceil(2)], lane, out);
             }
         }
     }

@@ -35,8 +35,9 @@ pub(crate) fn task_count(work: usize) -> usize {
     }
 }
 
-/// Calls `body(task)` for every task, in parallel if `work` (multiply-adds of all of them) is worth it.
-pub(crate) fn for_each(n_tasks: usize, work: usize, body: impl Fn(usize) + Sync + Send) {
+/// Calls `body(task)` for every task, in parallel if `work` (multiply-adds of all of them) is worth it. Tasks start in order,
+/// each on the thread that is free first, so they may be uneven.
+pub fn for_each(n_tasks: usize, work: usize, body: impl Fn(usize) + Sync + Send) {
     spread(n_tasks, task_count(work) > 1, body);
 }
 

@@ -1,8 +1,11 @@
 //! Rotary position embedding (arXiv 2104.09864) in the halves layout of Llama and Qwen3 (`rotate_half`).
 
 use crate::isa::{Isa, multiversion};
-use crate::parallel;
+use crate::parallel::{self, Disjoint};
 use crate::rms_norm::{inverse_rms, row_work};
+
+/// Multiply-adds that a cosine and a sine cost, about.
+const TABLE_WORK: usize = 1 << 10;
 
 /// Cosines and sines of every angle, `[max_positions, head_dim / 2]` each.
 #[derive(Clone, Debug)]
@@ -27,13 +30,19 @@ impl RopeTable {
         let theta = f64::from(theta as f32);
         let frequencies: Vec<f32> =
             (0..half).map(|i| 1.0 / theta.powf(f64::from((2 * i) as f32 / head_dim as f32)) as f32).collect();
-        let angles = (0..max_positions).flat_map(|p| frequencies.iter().map(move |f| p as f32 * f));
-        let (cos, sin) = angles
-            .map(|angle| {
-                let (sin, cos) = f64::from(angle).sin_cos();
-                (cos as f32, sin as f32)
-            })
-            .unzip();
+        let [mut cos, mut sin] = [(); 2].map(|()| vec![0.0; max_positions * half]);
+        let sines = Disjoint::new(&mut sin);
+        parallel::for_rows(&mut cos, half, TABLE_WORK * half, |first, cos| {
+            // SAFETY: each run of cosines is another, and these are the sines of the same angles.
+            let sin = unsafe { sines.part(first * half..first * half + cos.len()) };
+            let rows = cos.chunks_exact_mut(half).zip(sin.chunks_exact_mut(half));
+            for (position, (cos, sin)) in (first..).zip(rows) {
+                for ((cos, sin), frequency) in cos.iter_mut().zip(sin).zip(&frequencies) {
+                    let (sine, cosine) = f64::from(position as f32 * frequency).sin_cos();
+                    (*cos, *sin) = (cosine as f32, sine as f32);
+                }
+            }
+        });
         Self { half, cos, sin }
     }
 

@@ -94,7 +94,7 @@ impl Engine {
     ) -> Result<Self, EngineError> {
         let sizes = config.scheduler(model)?;
         let mut exec = Buffers::new(model, config.dtype, config.numerics);
-        let (weights, hashes) = refit::load(&mut exec, model, source, config.dtype)?;
+        let (weights, hashes) = in_team(|| refit::load(&mut exec, model, source, config.dtype))?;
         let n_slots = sizes.n_blocks * sizes.block_tokens;
         Ok(Self {
             config,

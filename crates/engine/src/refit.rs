@@ -2,10 +2,11 @@
 
 use r3_core::ids::PolicyVersion;
 use r3_kernels::gemm::Dtype;
+use r3_kernels::team::in_team;
 use r3_model::buffers::Buffers;
 use r3_model::config::ModelConfig;
 use r3_model::executor::Weights;
-use r3_model::source::{TensorHash, TensorSource, hash_tensors};
+use r3_model::source::{TensorHash, TensorSource, hash_finite_tensors, hash_tensors};
 
 use crate::engine::Engine;
 use crate::error::EngineError;
@@ -37,7 +38,8 @@ impl Engine {
         source: &dyn TensorSource,
         version: PolicyVersion,
     ) -> Result<RefitReport, EngineError> {
-        let (weights, hashes) = load(&mut self.exec, &self.weights.config, source, self.config.dtype)?;
+        let (exec, config, dtype) = (&mut self.exec, &self.weights.config, self.config.dtype);
+        let (weights, hashes) = in_team(|| load(exec, config, source, dtype))?;
         let epoch = self.scheduler.epoch() + 1;
         self.scheduler.flush(epoch)?;
         let changed = hashes.iter().zip(&self.hashes).filter(|(new, old)| new != old).count();
@@ -63,9 +65,11 @@ pub(crate) fn load(
     source: &dyn TensorSource,
     dtype: Dtype,
 ) -> Result<(Weights<Buffers>, Vec<TensorHash>), EngineError> {
+    // What is loaded may be shared, and is then not looked at: nothing that is not finite gets past this.
+    let trained = hash_finite_tensors(model, source, dtype)?;
     let weights = Weights::load(exec, model, source)?;
     let resident = hash_tensors(model, &weights, dtype)?;
-    audit(&hash_tensors(model, source, dtype)?, &resident)?;
+    audit(&trained, &resident)?;
     Ok((weights, resident))
 }
 

@@ -20,7 +20,7 @@ use crate::error::ModelError;
 use crate::executor::Weights;
 use crate::forward::{forward, logits};
 use crate::rows::Rows;
-use crate::source::TensorSource;
+use crate::source::{Lent, TensorSource};
 
 mod backward;
 pub mod gradients;
@@ -164,7 +164,7 @@ impl Policy {
     /// If a tensor cannot be read or is not finite.
     pub fn load(source: &dyn TensorSource, config: &ModelConfig) -> Result<Self, ModelError> {
         let mut tape = Tape::new(config);
-        let weights = Weights::load(&mut tape, config, source)?;
+        let weights = in_team(|| Weights::load(&mut tape, config, source))?;
         Ok(Self { tape, weights, last: None, n_passes: 0 })
     }
 
@@ -431,6 +431,10 @@ impl TensorSource for Policy {
     fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
         read_weight((self.weights(), &self.tape.fixed), name, out)
     }
+
+    fn lend(&self, name: &str) -> Option<Lent<'_>> {
+        find_weight((self.weights(), &self.tape.fixed), name).ok()
+    }
 }
 
 /// The policy's weights, to be loaded on another thread while the trainer waits. What is read shares the trainer's memory, so
@@ -454,13 +458,18 @@ impl Policy {
     pub fn shared_weights(&mut self) -> Result<SharedWeights, ModelError> {
         self.last = None;
         self.tape.give_back(self.tape.params.packed_bytes());
-        Ok(SharedWeights { fixed: self.tape.fixed.clone(), ..self.tape.params.share()? })
+        let shared = in_team(|| self.tape.params.share())?;
+        Ok(SharedWeights { fixed: self.tape.fixed.clone(), ..shared })
     }
 }
 
 impl TensorSource for SharedWeights {
     fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
         read_weight((&self.weights, &self.fixed), name, out)
+    }
+
+    fn lend(&self, name: &str) -> Option<Lent<'_>> {
+        find_weight((&self.weights, &self.fixed), name).ok()
     }
 
     fn packed_matrix(&self, name: &str) -> Option<Arc<PackedMatrix>> {
@@ -473,20 +482,25 @@ impl TensorSource for SharedWeights {
 }
 
 fn read_weight(
-    (weights, fixed): (&[(String, Var)], &[FixedTensor]),
+    tensors: (&[(String, Var)], &[FixedTensor]),
     name: &str,
     out: &mut Vec<f32>,
 ) -> Result<(), ModelError> {
+    out.clear();
+    out.extend_from_slice(&find_weight(tensors, name)?);
+    Ok(())
+}
+
+fn find_weight<'a>(
+    (weights, fixed): (&'a [(String, Var)], &'a [FixedTensor]),
+    name: &str,
+) -> Result<Lent<'a>, ModelError> {
     if let Some(found) = fixed.iter().find(|tensor| tensor.name == name) {
-        out.clear();
-        out.extend_from_slice(&found.values);
-        return Ok(());
+        return Ok(Box::new(&*found.values));
     }
     let found = weights.iter().find(|(known, _)| known == name);
     let (_, var) = found.ok_or_else(|| ModelError::NoSuchTensor { name: name.to_owned() })?;
-    out.clear();
-    out.extend_from_slice(&values(var)?);
-    Ok(())
+    Ok(Box::new(values(var)?))
 }
 
 #[cfg(test)]

@@ -244,17 +244,19 @@ impl BuildWeights for Buffers {
     fn matrix(&mut self, weight: Named<'_>, bias: Option<Named<'_>>) -> Result<Projection, ModelError> {
         let dtype = if stays_f32(weight.name) { Dtype::F32 } else { self.dtype };
         let shared = weight.source.packed_matrix(weight.name).filter(|matrix| matrix.dtype() == dtype);
-        let pack = || PackedMatrix::pack(weight.values, weight.shape[0], weight.shape[1], dtype).into();
-        let matrix = shared.unwrap_or_else(pack);
-        Ok(Projection { matrix, bias: bias.map(|bias| bias.values.to_vec()) })
+        let matrix = match shared {
+            Some(matrix) => matrix,
+            None => PackedMatrix::pack(&weight.values()?, weight.shape[0], weight.shape[1], dtype).into(),
+        };
+        Ok(Projection { matrix, bias: bias.map(Named::read).transpose()? })
     }
 
     fn vector(&mut self, weight: Named<'_>) -> Result<Vec<f32>, ModelError> {
-        Ok(weight.values.to_vec())
+        weight.read()
     }
 
     fn bias(&mut self, bias: Named<'_>) -> Result<Vec<f32>, ModelError> {
-        Ok(bias.values.to_vec())
+        bias.read()
     }
 
     fn expert_weights(&mut self, gate_up: Named<'_>, down: Named<'_>) -> Result<Arc<Experts>, ModelError> {
@@ -262,7 +264,10 @@ impl BuildWeights for Buffers {
         let dims = ExpertDims { n_experts, width, inter };
         let shared = down.source.packed_experts(down.name);
         let shared = shared.filter(|experts| experts.down(0).dtype() == self.dtype);
-        Ok(shared.unwrap_or_else(|| Experts::pack(gate_up.values, down.values, dims, self.dtype).into()))
+        Ok(match shared {
+            Some(experts) => experts,
+            None => Experts::pack(&gate_up.values()?, &down.values()?, dims, self.dtype).into(),
+        })
     }
 }
 
@@ -270,26 +275,36 @@ impl BuildWeights for Buffers {
 impl TensorSource for Weights<Buffers> {
     fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
         out.clear();
+        self.visit(name, &mut |run| out.extend_from_slice(run))
+    }
+
+    fn visit(&self, name: &str, each: &mut dyn FnMut(&[f32])) -> Result<(), ModelError> {
         match self.part(name).ok_or_else(|| ModelError::NoSuchTensor { name: name.to_owned() })? {
-            Part::Vector(values) => out.extend(values),
-            Part::Matrix(matrix) => unpack(matrix, out),
+            Part::Vector(values) => each(values),
+            Part::Matrix(matrix) => unpack(matrix, each),
             Part::GateUp(experts) => {
-                (0..experts.dims().n_experts).for_each(|e| unpack(experts.gate_up(e), out))
+                (0..experts.dims().n_experts).for_each(|e| unpack(experts.gate_up(e), each))
             }
-            Part::Down(experts) => (0..experts.dims().n_experts).for_each(|e| unpack(experts.down(e), out)),
+            Part::Down(experts) => (0..experts.dims().n_experts).for_each(|e| unpack(experts.down(e), each)),
         }
         Ok(())
     }
 }
 
-/// Appends the stored values of `matrix`, row-major.
-fn unpack(matrix: &PackedMatrix, out: &mut Vec<f32>) {
-    let first = out.len();
-    out.resize(first + matrix.n() * matrix.k(), 0.0);
-    for (row, values) in out[first..].chunks_exact_mut(matrix.k()).enumerate() {
-        matrix.unpack_row(row, values);
+/// Calls `each` with the stored values of `matrix`, some rows at a time.
+fn unpack(matrix: &PackedMatrix, each: &mut dyn FnMut(&[f32])) {
+    let mut rows = vec![0.0; RUN_ROWS * matrix.k()];
+    for first in (0..matrix.n()).step_by(RUN_ROWS) {
+        let run = &mut rows[..RUN_ROWS.min(matrix.n() - first) * matrix.k()];
+        for (row, values) in (first..).zip(run.chunks_exact_mut(matrix.k())) {
+            matrix.unpack_row(row, values);
+        }
+        each(run);
     }
 }
+
+/// Rows that are read back at once: the elements of so many lie on the same cache lines.
+const RUN_ROWS: usize = 16;
 
 /// Where the values of a canonical tensor are held.
 enum Part<'a> {

@@ -5,17 +5,22 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 use r3_kernels::cast::{widen_bf16, widen_f16};
+use r3_kernels::parallel;
 use safetensors::tensor::{Dtype as StoredDtype, Metadata};
 use serde_json::Value;
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::source::{TensorSource, canonical_tensors, check_finite};
+use crate::source::{TensorSource, canonical_tensors, check_run};
 
-/// Bytes read at once: they stay in a cache until they are cast.
+/// Bytes read at once: they stay in a cache until they are cast and checked.
 const READ_BYTES: usize = 1 << 16;
+
+/// Multiply-adds that reading a value takes, about.
+const READ_WORK: usize = 64;
 
 /// A directory whose tensors have been matched, by name and shape, with its `config.json`.
 ///
@@ -37,6 +42,13 @@ struct Stored {
     shape: Vec<usize>,
     offset: u64,
     bytes: usize,
+}
+
+impl Stored {
+    /// Its numbers.
+    fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
 }
 
 impl Checkpoint {
@@ -157,51 +169,102 @@ impl Checkpoint {
     /// A tied model may store its head all the same, but only as a copy of the embedding.
     fn check_tied_head(&self) -> Result<(), ModelError> {
         self.check_stored("lm_head.weight", &[self.config.vocab_size, self.config.hidden_size])?;
-        let (mut embedding, mut head) = (Vec::new(), Vec::new());
-        self.read_stored("model.embed_tokens.weight", &mut embedding)?;
-        self.read_stored("lm_head.weight", &mut head)?;
-        if embedding == head {
+        let [embedding, head] = ["model.embed_tokens.weight", "lm_head.weight"].map(|name| {
+            let mut values = Vec::new();
+            self.read_parts(&[name.to_owned()], &mut values).map(|()| values)
+        });
+        if embedding? == head? {
             return Ok(());
         }
         Err(ModelError::Surplus { dir: self.dir.clone(), name: "lm_head.weight".to_owned() })
     }
 
-    /// Appends the values of one stored tensor.
-    fn read_stored(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
+    /// The stored tensors that make up tensor `name`.
+    fn parts(&self, name: &str) -> Result<&[String], ModelError> {
+        let parts = self.parts.get(name).ok_or_else(|| ModelError::NoSuchTensor { name: name.to_owned() })?;
+        Ok(parts)
+    }
+
+    /// Reads the stored tensors `parts` one after the other into `out`, on all threads: each reads runs of their own into
+    /// their place.
+    fn read_parts(&self, parts: &[String], out: &mut Vec<f32>) -> Result<(), ModelError> {
+        let len = parts.iter().map(|part| self.stored[part].len()).sum();
+        if out.capacity() < len {
+            *out = vec![0.0; len]; // Nobody has touched it: whoever reads a run is the first.
+        } else {
+            out.resize(len, 0.0);
+        }
+        let failed: Mutex<Option<(usize, ModelError)>> = Mutex::new(None);
+        parallel::for_rows(out, 1, READ_WORK, |first, values| {
+            let Err(error) = self.read_run(parts, first, values) else { return };
+            // A run ends with its first error, so the earliest run has the one that a single thread would meet.
+            let mut failed = failed.lock().expect("nobody panics with the lock held");
+            if failed.as_ref().is_none_or(|(earliest, _)| first < *earliest) {
+                *failed = Some((first, error));
+            }
+        });
+        let failed = failed.into_inner().expect("nobody panics with the lock held");
+        failed.map_or(Ok(()), |(_, error)| Err(error))
+    }
+
+    /// Reads those values of `parts` that start with number `first`.
+    fn read_run(&self, parts: &[String], first: usize, values: &mut [f32]) -> Result<(), ModelError> {
+        let (mut start, end) = (0, first + values.len());
+        for part in parts {
+            let len = self.stored[part].len();
+            let (from, to) = (first.max(start), end.min(start + len));
+            if from < to {
+                self.read_stored(part, from - start, &mut values[from - first..to - first])?;
+            }
+            start += len;
+        }
+        Ok(())
+    }
+
+    /// Reads those values of a stored tensor that start with number `first`.
+    fn read_stored(&self, name: &str, mut first: usize, values: &mut [f32]) -> Result<(), ModelError> {
         let stored = &self.stored[name];
         let (path, file) = &self.files[stored.file];
-        let first = out.len();
-        out.reserve(stored.shape.iter().product());
-        let mut read = vec![0; READ_BYTES.min(stored.bytes)];
-        for offset in (0..stored.bytes).step_by(READ_BYTES) {
-            let bytes = &mut read[..READ_BYTES.min(stored.bytes - offset)];
-            file.read_exact_at(bytes, stored.offset + offset as u64)
+        let (width, n_narrow) = match stored.dtype {
+            StoredDtype::F32 => (4, 0),
+            _ => (2, READ_BYTES.min(2 * values.len())),
+        };
+        let mut narrow = vec![0; n_narrow];
+        for values in values.chunks_mut(READ_BYTES / width) {
+            let bytes = match stored.dtype {
+                StoredDtype::F32 => bytemuck::cast_slice_mut(values),
+                _ => &mut narrow[..width * values.len()],
+            };
+            file.read_exact_at(bytes, stored.offset + (width * first) as u64)
                 .map_err(|source| ModelError::Read { path: path.clone(), source })?;
-            append(stored.dtype, bytes, out);
+            match stored.dtype {
+                StoredDtype::BF16 => widen_bf16(narrow[..width * values.len()].as_chunks().0, values),
+                StoredDtype::F16 => widen_f16(narrow[..width * values.len()].as_chunks().0, values),
+                // They are in their place, and on most machines what they should be.
+                _ => values.iter_mut().for_each(|value| *value = f32::from_le_bytes(value.to_ne_bytes())),
+            }
+            check_run(name, first, values)?;
+            first += values.len();
         }
-        check_finite(name, &out[first..])
+        Ok(())
     }
-}
-
-/// Appends the numbers of `bytes`, little-endian.
-fn append(dtype: StoredDtype, bytes: &[u8], out: &mut Vec<f32>) {
-    let cast = match dtype {
-        StoredDtype::BF16 => widen_bf16,
-        StoredDtype::F16 => widen_f16,
-        _ => return out.extend(bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes))),
-    };
-    let narrow = bytes.as_chunks().0;
-    let first = out.len();
-    out.resize(first + narrow.len(), 0.0);
-    cast(narrow, &mut out[first..]);
 }
 
 impl TensorSource for Checkpoint {
     fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
-        let parts = self.parts.get(name).ok_or_else(|| ModelError::NoSuchTensor { name: name.to_owned() })?;
-        out.clear();
-        for part in parts {
-            self.read_stored(part, out)?;
+        self.read_parts(self.parts(name)?, out)
+    }
+
+    fn visit(&self, name: &str, each: &mut dyn FnMut(&[f32])) -> Result<(), ModelError> {
+        let mut values = vec![0.0; READ_BYTES / size_of::<f32>()];
+        for part in self.parts(name)? {
+            let len = self.stored[part].len();
+            for first in (0..len).step_by(values.len()) {
+                let n_values = values.len().min(len - first);
+                let run = &mut values[..n_values];
+                self.read_stored(part, first, run)?;
+                each(run);
+            }
         }
         Ok(())
     }
@@ -261,301 +324,4 @@ pub fn pieces(name: &str, shape: &[usize], config: &ModelConfig) -> Vec<(String,
 }
 
 #[cfg(test)]
-mod tests {
-    use safetensors::tensor::{TensorView, serialize, serialize_to_file};
-    use serde_json::json;
-    use tempfile::TempDir;
-
-    use super::*;
-    use crate::fixtures::{config_with, mixed_config};
-
-    /// A stored tensor: dtype, shape and bytes.
-    type Tensor = (StoredDtype, Vec<usize>, Vec<u8>);
-    type Tensors = BTreeMap<String, Tensor>;
-
-    fn tensor(shape: &[usize], values: impl IntoIterator<Item = f32>) -> Tensor {
-        (StoredDtype::F32, shape.to_vec(), values.into_iter().flat_map(f32::to_le_bytes).collect())
-    }
-
-    /// Every tensor of `config`, experts one by one; its values count on from tensor to tensor.
-    fn tensors(config: &ModelConfig) -> Tensors {
-        let mut next = 0.0;
-        let mut count = |shape: &[usize]| {
-            let len = shape.iter().product();
-            let values = std::iter::repeat_with(|| {
-                next += 0.5;
-                next
-            });
-            tensor(shape, values.take(len).collect::<Vec<f32>>())
-        };
-        let all = canonical_tensors(config);
-        let pieces = all.iter().flat_map(|(name, shape)| pieces(name, shape, config));
-        pieces.map(|(name, shape)| (name, count(&shape))).collect()
-    }
-
-    fn views(tensors: &Tensors) -> impl Iterator<Item = (&String, TensorView<'_>)> {
-        tensors.iter().map(|(name, (dtype, shape, bytes))| {
-            (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap())
-        })
-    }
-
-    fn write_config(config: &ModelConfig) -> TempDir {
-        let dir = tempfile::tempdir().unwrap();
-        fs::write(dir.path().join("config.json"), Value::Object(config.raw.clone()).to_string()).unwrap();
-        dir
-    }
-
-    fn write(config: &ModelConfig, tensors: &Tensors) -> TempDir {
-        let dir = write_config(config);
-        serialize_to_file(views(tensors), None, &dir.path().join("model.safetensors")).unwrap();
-        dir
-    }
-
-    /// Writes `shards` under the names of `files`, with an index.
-    fn write_shards(config: &ModelConfig, shards: &[Tensors]) -> TempDir {
-        let dir = write_config(config);
-        let mut weight_map = serde_json::Map::new();
-        for (index, shard) in shards.iter().enumerate() {
-            let file = format!("{index}.safetensors");
-            serialize_to_file(views(shard), None, &dir.path().join(&file)).unwrap();
-            weight_map.extend(shard.keys().map(|name| (name.clone(), json!(file))));
-        }
-        write_index(&dir, &json!({ "weight_map": weight_map }));
-        dir
-    }
-
-    fn write_index(dir: &TempDir, index: &Value) {
-        fs::write(dir.path().join("model.safetensors.index.json"), index.to_string()).unwrap();
-    }
-
-    /// All values as bits, in canonical order.
-    fn values(dir: &TempDir) -> Vec<Vec<u32>> {
-        let checkpoint = Checkpoint::open(dir.path()).unwrap();
-        let mut values = Vec::new();
-        let names = canonical_tensors(checkpoint.config());
-        let mut bits = |name: &str| {
-            checkpoint.read(name, &mut values).unwrap();
-            values.iter().map(|value| value.to_bits()).collect()
-        };
-        names.iter().map(|(name, _)| bits(name)).collect()
-    }
-
-    /// Why the directory cannot be opened, without the directory.
-    fn refused(dir: &TempDir) -> String {
-        let error = Checkpoint::open(dir.path()).map(drop).unwrap_err();
-        error
-            .to_string()
-            .replace(&format!("{}/", dir.path().display()), "")
-            .replace(&format!("{}: ", dir.path().display()), "")
-    }
-
-    const GATE_UP: &str = "model.layers.1.mlp.experts.gate_up_proj";
-    const DOWN: &str = "model.layers.1.mlp.experts.down_proj";
-
-    #[test]
-    fn fused_experts_are_the_experts_one_by_one_in_order() {
-        let config = mixed_config();
-        let apart = tensors(&config);
-        let mut fused = apart.clone();
-        for (name, shape) in canonical_tensors(&config) {
-            let parts = pieces(&name, &shape, &config);
-            let bytes: Vec<u8> = parts.iter().flat_map(|(piece, _)| fused.remove(piece).unwrap().2).collect();
-            fused.insert(name, (StoredDtype::F32, shape, bytes));
-        }
-        assert_eq!(
-            apart.len(),
-            fused.len() + 3 * 3 - 2 + 1,
-            "two fused tensors of the experts, one of the MLP"
-        );
-        assert_eq!(values(&write(&config, &apart)), values(&write(&config, &fused)));
-
-        let checkpoint = Checkpoint::open(write(&config, &apart).path()).unwrap();
-        let (mut gate_up, mut piece) = (Vec::new(), Vec::new());
-        checkpoint.read(GATE_UP, &mut gate_up).unwrap();
-        checkpoint.read_stored("model.layers.1.mlp.experts.1.up_proj.weight", &mut piece).unwrap();
-        assert_eq!(gate_up[3 * 48..4 * 48], piece, "expert 1's up rows come fourth");
-    }
-
-    #[test]
-    fn shards_are_one_model() {
-        let config = mixed_config();
-        let all = tensors(&config);
-        let (even, odd): (Vec<_>, Vec<_>) = all.clone().into_iter().zip(0..).partition(|(_, at)| at % 2 == 0);
-        let shard = |part: Vec<((String, Tensor), i32)>| part.into_iter().map(|(tensor, _)| tensor).collect();
-        let sharded = write_shards(&config, &[shard(even), shard(odd)]);
-        assert_eq!(values(&sharded), values(&write(&config, &all)));
-        let bytes = |dir: &TempDir| Checkpoint::open(dir.path()).unwrap().bytes();
-        assert_eq!(bytes(&sharded), 4 * config.n_parameters() as u64);
-    }
-
-    #[test]
-    fn a_single_file_comes_before_an_index() {
-        let config = mixed_config();
-        let dir = write(&config, &tensors(&config));
-        write_index(&dir, &json!({ "weight_map": { "old": "gone.safetensors" } }));
-        assert!(Checkpoint::open(dir.path()).is_ok());
-    }
-
-    #[test]
-    fn every_stored_format_gives_its_exact_values() {
-        let config = mixed_config();
-        let stored: [(StoredDtype, Vec<u8>, f32); 5] = [
-            (StoredDtype::F32, 0.1f32.to_le_bytes().into(), 0.1),
-            (StoredDtype::F32, f32::from_bits(1).to_le_bytes().into(), f32::from_bits(1)),
-            (StoredDtype::BF16, 0x3F81_u16.to_le_bytes().into(), 1.007_812_5),
-            (StoredDtype::F16, 0x3C01_u16.to_le_bytes().into(), 1.000_976_6),
-            (StoredDtype::F16, 0x0001_u16.to_le_bytes().into(), 5.960_464_5e-8),
-        ];
-        for (dtype, bytes, expected) in stored {
-            let mut changed = tensors(&config);
-            changed.insert("model.norm.weight".into(), (dtype, vec![8], bytes.repeat(8)));
-            let dir = write(&config, &changed);
-            let mut found = vec![7.0];
-            Checkpoint::open(dir.path()).unwrap().read("model.norm.weight", &mut found).unwrap();
-            assert_eq!(found, [expected; 8], "{dtype:?}");
-        }
-    }
-
-    #[test]
-    fn a_tensor_of_several_reads_is_read_whole() {
-        const { assert!(9001 * 8 * 2 > 2 * READ_BYTES && !(9001_usize * 8 * 2).is_multiple_of(READ_BYTES)) };
-        let config = config_with(json!({ "vocab_size": 9001 }));
-        let name = "model.embed_tokens.weight";
-        let numbers: Vec<u16> = (0..9001 * 8).map(|i: u32| (i * 7 % 0x7bff) as u16).collect();
-        let bf16s: Vec<f32> = numbers.iter().map(|&bits| half::bf16::from_bits(bits).to_f32()).collect();
-        let f16s: Vec<f32> = numbers.iter().map(|&bits| half::f16::from_bits(bits).to_f32()).collect();
-        let narrow: Vec<u8> = numbers.iter().flat_map(|bits| bits.to_le_bytes()).collect();
-        let wide: Vec<u8> = bf16s.iter().flat_map(|value| value.to_le_bytes()).collect();
-        for (dtype, bytes, expected) in [
-            (StoredDtype::BF16, narrow.clone(), &bf16s),
-            (StoredDtype::F16, narrow, &f16s),
-            (StoredDtype::F32, wide, &bf16s),
-        ] {
-            let mut changed = tensors(&config);
-            changed.insert(name.into(), (dtype, vec![9001, 8], bytes));
-            let mut found = Vec::new();
-            Checkpoint::open(write(&config, &changed).path()).unwrap().read(name, &mut found).unwrap();
-            assert!(found == *expected, "{dtype:?}");
-        }
-    }
-
-    #[test]
-    fn a_tensor_that_is_not_as_it_should_be_is_refused_by_name() {
-        let config = mixed_config();
-        let refusal = |change: &dyn Fn(&mut Tensors)| {
-            let mut changed = tensors(&config);
-            change(&mut changed);
-            refused(&write(&config, &changed))
-        };
-        let up = "model.layers.1.mlp.experts.2.up_proj.weight";
-        let bias = "model.layers.0.self_attn.o_proj.bias";
-        let missing = refusal(&|tensors| drop(tensors.remove(up)));
-        assert_eq!(missing, format!("tensor `{up}` is missing"));
-        let missing = refusal(&|tensors| drop(tensors.remove(bias)));
-        assert_eq!(missing, format!("tensor `{bias}` is missing"));
-        let surplus = refusal(&|tensors| drop(tensors.insert("extra".into(), tensor(&[1], [0.0]))));
-        assert_eq!(surplus, "tensor `extra` is not part of this model");
-        let beside = refusal(&|tensors| drop(tensors.insert(DOWN.into(), tensor(&[3, 8, 6], [0.0; 144]))));
-        assert_eq!(
-            beside,
-            "tensor `model.layers.1.mlp.experts.0.down_proj.weight` is not part of this model"
-        );
-        let turned = refusal(&|tensors| tensors.get_mut(up).unwrap().1.reverse());
-        assert_eq!(turned, format!("tensor `{up}` has shape [8, 6], but config.json implies [6, 8]"));
-        let whole = refusal(&|tensors| tensors.get_mut(bias).unwrap().0 = StoredDtype::I32);
-        assert_eq!(whole, format!("tensor `{bias}` is stored as I32"));
-    }
-
-    #[test]
-    fn a_stored_head_of_a_tied_model_has_to_be_the_embedding() {
-        let config = config_with(json!({ "tie_word_embeddings": true }));
-        let refusal = |head: Tensor| {
-            let mut changed = tensors(&config);
-            changed.insert("lm_head.weight".into(), head);
-            let dir = write(&config, &changed);
-            Checkpoint::open(dir.path()).map(drop).map_err(|_| refused(&dir))
-        };
-        let embedding = tensors(&config)["model.embed_tokens.weight"].clone();
-        assert_eq!(refusal(embedding.clone()), Ok(()));
-        let mut other = embedding.clone();
-        other.2[0] ^= 1;
-        assert_eq!(refusal(other), Err("tensor `lm_head.weight` is not part of this model".into()));
-        let turned = (StoredDtype::F32, vec![8, 10], embedding.2.clone());
-        let shape = "has shape [8, 10], but config.json implies [10, 8]";
-        assert_eq!(refusal(turned), Err(format!("tensor `lm_head.weight` {shape}")));
-        let whole = (StoredDtype::I32, vec![10, 8], embedding.2);
-        assert_eq!(refusal(whole), Err("tensor `lm_head.weight` is stored as I32".into()));
-    }
-
-    #[test]
-    fn a_file_that_is_not_whole_is_refused_with_its_size() {
-        let config = mixed_config();
-        let whole = serialize(views(&tensors(&config)), None).unwrap();
-        let with_header = |header: &str| {
-            let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
-            bytes.extend_from_slice(header.as_bytes());
-            bytes
-        };
-        let lying = r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}"#;
-        for (bytes, reason) in [
-            (whole[..7].to_vec(), "it is only 7 bytes long".to_owned()),
-            (whole[..99].to_vec(), "the file has 99".into()),
-            (whole[..whole.len() - 1].to_vec(), format!("the file has {}", whole.len() - 1)),
-            ([&whole[..], &[0]].concat(), format!("the file has {}", whole.len() + 1)),
-            ([&u64::MAX.to_le_bytes()[..], &whole[8..]].concat(), "its header says".into()),
-            (with_header("{ no"), "its header is not the JSON it should be".into()),
-            (with_header(lying), "its header is not the JSON it should be".into()),
-        ] {
-            let dir = write_config(&config);
-            fs::write(dir.path().join("model.safetensors"), bytes).unwrap();
-            let said = refused(&dir);
-            assert!(said.starts_with("model.safetensors is not a whole safetensors file: "), "{said}");
-            assert!(said.contains(&reason), "{said}");
-        }
-    }
-
-    #[test]
-    fn shards_that_do_not_fit_each_other_are_refused() {
-        let config = mixed_config();
-        let all = tensors(&config);
-        let twice = write_shards(&config, &[all.clone(), [all.first_key_value().unwrap()].map(owned).into()]);
-        assert!(refused(&twice).contains("tensor `lm_head.weight` is in another shard as well"));
-
-        let gone = write_shards(&config, &[all]);
-        fs::remove_file(gone.path().join("0.safetensors")).unwrap();
-        assert_eq!(refused(&gone), "cannot read 0.safetensors");
-
-        for index in [
-            json!({ "weight_map": { "a": "../model.safetensors" } }),
-            json!({ "weight_map": { "a": "/etc/passwd" } }),
-            json!({ "weight_map": { "a": ".." } }),
-            json!({ "weight_map": { "a": 1 } }),
-            json!({ "weight_map": [] }),
-            json!({}),
-        ] {
-            let dir = write_config(&config);
-            write_index(&dir, &index);
-            assert!(refused(&dir).contains("`weight_map` is unusable"), "{index}");
-        }
-        let dir = write_config(&config);
-        assert_eq!(refused(&dir), "no model.safetensors and no model.safetensors.index.json");
-    }
-
-    fn owned((name, tensor): (&String, &Tensor)) -> (String, Tensor) {
-        (name.clone(), tensor.clone())
-    }
-
-    #[test]
-    fn a_value_that_is_not_finite_is_found_where_it_lies() {
-        let config = mixed_config();
-        let up = "model.layers.1.mlp.experts.2.up_proj.weight";
-        for (value, said) in [(f32::NAN, "NaN"), (f32::NEG_INFINITY, "-inf")] {
-            let mut changed = tensors(&config);
-            changed.get_mut(up).unwrap().2[4 * 5..4 * 6].copy_from_slice(&value.to_le_bytes());
-            let dir = write(&config, &changed);
-            let checkpoint = Checkpoint::open(dir.path()).unwrap();
-            let error = checkpoint.read(GATE_UP, &mut Vec::new()).unwrap_err();
-            assert_eq!(error.to_string(), format!("tensor `{up}` is {said} at element 5"));
-        }
-    }
-}
+mod tests;

@@ -5,7 +5,7 @@ use r3_kernels::router::{RouterConfig, Routing};
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::source::{SELECTION_BIAS, TensorSource};
+use crate::source::{Lent, SELECTION_BIAS, TensorSource, check_finite};
 
 /// What runs the operations of [`crate::forward::forward`].
 ///
@@ -121,10 +121,31 @@ pub struct Named<'a> {
     pub name: &'a str,
     /// Its shape.
     pub shape: &'a [usize],
-    /// Its values, row-major.
-    pub values: &'a [f32],
-    /// Where they were read, which may hold them packed as well.
+    /// Where its values are read, row-major, and which may hold them packed as well.
     pub source: &'a dyn TensorSource,
+}
+
+impl<'a> Named<'a> {
+    /// Its values, in memory of their own.
+    ///
+    /// # Errors
+    /// If they cannot be read or are not finite.
+    pub fn read(self) -> Result<Vec<f32>, ModelError> {
+        let mut values = Vec::new();
+        self.source.read(self.name, &mut values)?;
+        check_finite(self.name, &values)?;
+        Ok(values)
+    }
+
+    /// Its values, where they lie or read.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub fn values(self) -> Result<Lent<'a>, ModelError> {
+        let Some(values) = self.source.lend(self.name) else { return Ok(Box::new(self.read()?)) };
+        check_finite(self.name, &values)?;
+        Ok(values)
+    }
 }
 
 /// All weights of one model, held the way executor `E` wants them.
@@ -242,11 +263,10 @@ impl<E: BuildWeights> Reader<'_, E> {
             config.selection_bias.then(|| self.bias(&format!("{prefix}.{SELECTION_BIAS}"))).transpose()?;
         let (gate_up, down) =
             (format!("{prefix}.experts.gate_up_proj"), format!("{prefix}.experts.down_proj"));
-        let (gate_up_values, down_values) = (self.read(&gate_up)?, self.read(&down)?);
         let (e, inter, source) = (config.n_experts, config.moe_inter, self.source);
         let experts = self.exec.expert_weights(
-            Named { name: &gate_up, shape: &[e, 2 * inter, d], values: &gate_up_values, source },
-            Named { name: &down, shape: &[e, d, inter], values: &down_values, source },
+            Named { name: &gate_up, shape: &[e, 2 * inter, d], source },
+            Named { name: &down, shape: &[e, d, inter], source },
         )?;
         let shared = match config.shared_inter {
             0 => None,
@@ -264,32 +284,19 @@ impl<E: BuildWeights> Reader<'_, E> {
     }
 
     fn bias(&mut self, name: &str) -> Result<E::Bias, ModelError> {
-        let values = self.read(name)?;
-        self.exec.bias(Named { name, shape: &[self.config.n_experts], values: &values, source: self.source })
-    }
-
-    fn read(&self, name: &str) -> Result<Vec<f32>, ModelError> {
-        let mut values = Vec::new();
-        self.source.read(name, &mut values)?;
-        crate::source::check_finite(name, &values)?;
-        Ok(values)
+        self.exec.bias(Named { name, shape: &[self.config.n_experts], source: self.source })
     }
 
     fn matrix(&mut self, prefix: &str, shape: [usize; 2], has_bias: bool) -> Result<E::Matrix, ModelError> {
         let (weight_name, bias_name) = (format!("{prefix}.weight"), format!("{prefix}.bias"));
-        let weight = self.read(&weight_name)?;
         let source = self.source;
-        let weight = Named { name: &weight_name, shape: &shape, values: &weight, source };
-        if !has_bias {
-            return self.exec.matrix(weight, None);
-        }
-        let bias = self.read(&bias_name)?;
-        self.exec.matrix(weight, Some(Named { name: &bias_name, shape: &shape[..1], values: &bias, source }))
+        let weight = Named { name: &weight_name, shape: &shape, source };
+        let bias = has_bias.then_some(Named { name: &bias_name, shape: &shape[..1], source });
+        self.exec.matrix(weight, bias)
     }
 
     fn vector(&mut self, name: &str, len: usize) -> Result<E::Vector, ModelError> {
-        let values = self.read(name)?;
-        self.exec.vector(Named { name, shape: &[len], values: &values, source: self.source })
+        self.exec.vector(Named { name, shape: &[len], source: self.source })
     }
 }
 

@@ -260,6 +260,8 @@ impl View for Piece<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
+
     use super::*;
     use crate::checkpoint::Checkpoint;
     use crate::fixtures::{grouped_config, mixed_config};
@@ -336,12 +338,12 @@ mod tests {
     /// Counts the reads of each tensor.
     struct Counted<'a> {
         source: &'a FreshWeights,
-        reads: RefCell<BTreeMap<String, usize>>,
+        reads: Mutex<BTreeMap<String, usize>>,
     }
 
     impl TensorSource for Counted<'_> {
         fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
-            *self.reads.borrow_mut().entry(name.to_owned()).or_default() += 1;
+            *self.reads.lock().unwrap().entry(name.to_owned()).or_default() += 1;
             self.source.read(name, out)
         }
     }
@@ -349,9 +351,9 @@ mod tests {
     #[test]
     fn a_tensor_is_read_once_to_be_checked_and_once_to_be_written() {
         let (config, dir) = (mixed_config(), tempfile::tempdir().unwrap());
-        let source = Counted { source: &FreshWeights::new(&config, 3), reads: RefCell::default() };
+        let source = Counted { source: &FreshWeights::new(&config, 3), reads: Mutex::default() };
         write_weights(dir.path(), &config, &source, Dtype::F32).unwrap();
-        for (name, reads) in source.reads.into_inner() {
+        for (name, reads) in source.reads.into_inner().unwrap() {
             assert_eq!(reads, 2, "{name}");
         }
     }

@@ -32,22 +32,35 @@ impl FreshWeights {
 
 impl TensorSource for FreshWeights {
     fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
+        out.clear();
+        self.visit(name, &mut |run| out.extend_from_slice(run))
+    }
+
+    fn visit(&self, name: &str, each: &mut dyn FnMut(&[f32])) -> Result<(), ModelError> {
         let (index, shape) =
             self.shapes.get(name).ok_or_else(|| ModelError::NoSuchTensor { name: name.to_owned() })?;
-        let len = shape.iter().product();
-        out.clear();
-        if name.ends_with("norm.weight") {
-            out.resize(len, 1.0);
-        } else if name.ends_with(".bias") || name.ends_with(SELECTION_BIAS) {
-            out.resize(len, 0.0);
-        } else {
-            let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
-            rng.set_stream(*index);
-            out.extend((0..len).map(|_| self.std * normal(&mut rng)));
+        let len: usize = shape.iter().product();
+        let is_bias = name.ends_with(".bias") || name.ends_with(SELECTION_BIAS);
+        let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
+        rng.set_stream(*index);
+        let mut run = Vec::new();
+        for first in (0..len).step_by(RUN) {
+            run.clear();
+            run.extend((first..len.min(first + RUN)).map(|_| {
+                match (name.ends_with("norm.weight"), is_bias) {
+                    (true, _) => 1.0,
+                    (false, true) => 0.0,
+                    (false, false) => self.std * normal(&mut rng),
+                }
+            }));
+            each(&run);
         }
         Ok(())
     }
 }
+
+/// Values made at once.
+const RUN: usize = 1 << 14;
 
 /// One standard normal deviate (Box and Muller, 1958).
 fn normal(rng: &mut ChaCha8Rng) -> f32 {

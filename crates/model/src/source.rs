@@ -1,22 +1,46 @@
 //! Weights as named f32 tensors: the one language of disk, trainer and engine.
 
-use std::sync::Arc;
+use std::ops::Deref;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use r3_kernels::cast::narrow_bf16;
 use r3_kernels::experts::Experts;
 use r3_kernels::gemm::{Dtype, PackedMatrix};
+use r3_kernels::parallel;
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 
 /// Somewhere weights can be read from, by canonical name (see [`canonical_tensors`]).
-pub trait TensorSource {
+pub trait TensorSource: Sync {
     /// Reads tensor `name` into `out`, row-major f32, replacing what was there.
     ///
     /// # Errors
     /// If the tensor does not exist or cannot be read.
     fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError>;
+
+    /// The values of tensor `name` where they lie, if the source holds them as [`Self::read`] would give them.
+    fn lend(&self, _name: &str) -> Option<Lent<'_>> {
+        None
+    }
+
+    /// Calls `each` with the values of tensor `name`, one run after the other: a source that does not hold a tensor as it is
+    /// read need not make all of it at once.
+    ///
+    /// # Errors
+    /// As [`Self::read`]; `each` may have seen some of the values then.
+    fn visit(&self, name: &str, each: &mut dyn FnMut(&[f32])) -> Result<(), ModelError> {
+        if let Some(values) = self.lend(name) {
+            each(&values);
+            return Ok(());
+        }
+        let mut values = Vec::new();
+        self.read(name, &mut values)?;
+        each(&values);
+        Ok(())
+    }
 
     /// Matrix `name` as products take it, where the source holds it so: whoever loads it may share it rather than pack
     /// what it read.
@@ -29,6 +53,9 @@ pub trait TensorSource {
         None
     }
 }
+
+/// Values of a tensor, row-major, in the source's own memory.
+pub type Lent<'a> = Box<dyn Deref<Target = [f32]> + 'a>;
 
 /// Every tensor of a model with its shape, in a fixed order.
 ///
@@ -109,21 +136,62 @@ pub fn hash_tensors(
     source: &dyn TensorSource,
     dtype: Dtype,
 ) -> Result<Vec<TensorHash>, ModelError> {
-    let (mut values, mut bytes) = (Vec::new(), Vec::new());
-    let mut hashes = Vec::new();
-    for (name, _) in canonical_tensors(config) {
-        source.read(&name, &mut values)?;
-        let kept_dtype = if stays_f32(&name) { Dtype::F32 } else { dtype };
-        let mut hasher = Xxh3::new();
-        for chunk in values.chunks(HASH_CHUNK) {
-            bytes.clear();
-            append_bytes(chunk, kept_dtype, &mut bytes);
-            hasher.update(&bytes);
-        }
-        hashes.push(TensorHash { name, hash: hasher.digest() });
-    }
-    Ok(hashes)
+    hash_each(config, |name| hash(source, name, dtype, false))
 }
+
+/// [`hash_tensors`] of a source that is to be loaded.
+///
+/// # Errors
+/// If a tensor cannot be read or is not finite: the first in canonical order.
+pub fn hash_finite_tensors(
+    config: &ModelConfig,
+    source: &dyn TensorSource,
+    dtype: Dtype,
+) -> Result<Vec<TensorHash>, ModelError> {
+    hash_each(config, |name| hash(source, name, dtype, true))
+}
+
+/// Hashes all tensors side by side: one is a single chain.
+fn hash_each(
+    config: &ModelConfig,
+    hash: impl Fn(&str) -> Result<u64, ModelError> + Sync + Send,
+) -> Result<Vec<TensorHash>, ModelError> {
+    let tensors = canonical_tensors(config);
+    let hashes: Vec<OnceLock<_>> = tensors.iter().map(|_| OnceLock::new()).collect();
+    parallel::for_each(tensors.len(), HASH_WORK * config.n_parameters(), |at| {
+        hashes[at].set(hash(&tensors[at].0)).expect("a tensor is hashed once");
+    });
+    let hashes = hashes.into_iter().map(|hash| hash.into_inner().expect("all were hashed"));
+    tensors.into_iter().zip(hashes).map(|((name, _), hash)| Ok(TensorHash { name, hash: hash? })).collect()
+}
+
+/// Hashes one tensor, which may have to be finite.
+fn hash(source: &dyn TensorSource, name: &str, dtype: Dtype, is_finite: bool) -> Result<u64, ModelError> {
+    let dtype = if stays_f32(name) { Dtype::F32 } else { dtype };
+    let (mut hasher, mut bytes) = (Xxh3::new(), Vec::new());
+    let (mut first, mut checked) = (0, Ok(()));
+    source.visit(name, &mut |run| {
+        for chunk in run.chunks(HASH_CHUNK) {
+            if is_finite && checked.is_ok() {
+                checked = check_run(name, first, chunk);
+            }
+            first += chunk.len();
+            match dtype {
+                // The bytes are there already.
+                Dtype::F32 if cfg!(target_endian = "little") => hasher.update(bytemuck::cast_slice(chunk)),
+                Dtype::F32 | Dtype::Bf16 => {
+                    bytes.clear();
+                    append_bytes(chunk, dtype, &mut bytes);
+                    hasher.update(&bytes);
+                }
+            }
+        }
+    })?;
+    checked.map(|()| hasher.digest())
+}
+
+/// Multiply-adds that hashing a value takes, about.
+const HASH_WORK: usize = 32;
 
 /// Values hashed at once: 16 KiB of bytes stay in the first-level cache.
 const HASH_CHUNK: usize = 4096;
@@ -156,13 +224,37 @@ pub fn model_hash(hashes: &[TensorHash]) -> u64 {
 /// # Errors
 /// The first such element.
 pub fn check_finite(name: &str, values: &[f32]) -> Result<(), ModelError> {
-    // Without a way out the loop vectorises; which element it is, is asked only where there is one.
-    if values.iter().fold(true, |finite, value| finite & value.is_finite()) {
+    let finite = AtomicBool::new(true);
+    let runs: Vec<&[f32]> = values.chunks(CHECK_RUN).collect();
+    parallel::for_each(runs.len(), CHECK_WORK * values.len(), |run| {
+        if !is_finite(runs[run]) {
+            finite.store(false, Ordering::Relaxed); // Read when all have ended.
+        }
+    });
+    if finite.into_inner() { Ok(()) } else { check_run(name, 0, values) }
+}
+
+/// [`check_finite`] of those values of a tensor that start with number `first`.
+pub(crate) fn check_run(name: &str, first: usize, values: &[f32]) -> Result<(), ModelError> {
+    if is_finite(values) {
         return Ok(());
     }
     let found = values.iter().copied().enumerate().find(|(_, value)| !value.is_finite());
-    found.map_or(Ok(()), |(index, value)| Err(ModelError::NotFinite { name: name.to_owned(), index, value }))
+    found.map_or(Ok(()), |(at, value)| {
+        Err(ModelError::NotFinite { name: name.to_owned(), index: first + at, value })
+    })
 }
+
+/// Without a way out the loop vectorises; which element it is, is asked only where there is one.
+fn is_finite(values: &[f32]) -> bool {
+    values.iter().fold(true, |finite, value| finite & value.is_finite())
+}
+
+/// Values that one task checks.
+const CHECK_RUN: usize = 1 << 16;
+
+/// Multiply-adds that checking a value takes, about.
+const CHECK_WORK: usize = 8;
 
 #[cfg(test)]
 mod tests {
@@ -293,6 +385,34 @@ mod tests {
             names
         };
         assert_eq!(sorted(kept), sorted(expected));
+    }
+
+    #[test]
+    fn the_first_value_that_is_not_finite_is_named_with_its_place() {
+        let config = mixed_config();
+        let mut held = Held::new(&config);
+        let name = "model.layers.0.self_attn.q_proj.weight";
+        let mut values = vec![1.0; 3 * CHECK_RUN];
+        for (at, value) in [(CHECK_RUN + 7, f32::NAN), (2 * CHECK_RUN, f32::INFINITY)] {
+            values[at] = value;
+        }
+        held.0.insert(name.into(), values.clone());
+        held.0.get_mut("model.norm.weight").unwrap()[0] = f32::NAN;
+        let expected = format!("tensor `{name}` is NaN at element {}", CHECK_RUN + 7);
+        for threads in [1, 2, 5] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| {
+                for dtype in [Dtype::F32, Dtype::Bf16] {
+                    let refused = hash_finite_tensors(&config, &held, dtype).unwrap_err();
+                    assert_eq!(refused.to_string(), expected, "{threads} threads");
+                }
+                assert_eq!(check_finite(name, &values).unwrap_err().to_string(), expected);
+                assert!(check_finite(name, &values[..CHECK_RUN + 7]).is_ok());
+            });
+        }
+        held = Held::new(&config);
+        let hashes = hash_tensors(&config, &held, Dtype::Bf16).unwrap();
+        assert_eq!(hash_finite_tensors(&config, &held, Dtype::Bf16).unwrap(), hashes);
     }
 
     #[test]

@@ -16,7 +16,7 @@ use r3_engine::sampler::Sampling;
 use r3_kernels::experts::Experts;
 use r3_kernels::gemm::PackedMatrix;
 use r3_model::error::ModelError;
-use r3_model::source::{TensorSource, model_hash};
+use r3_model::source::{Lent, TensorSource, model_hash};
 use r3_recipe::rollout::InFlight;
 use r3_ring::frame::{FrameMeta, encode, frame_bytes};
 use r3_ring::writer::Writer;
@@ -357,6 +357,17 @@ struct Beating<'a> {
 impl TensorSource for Beating<'_> {
     fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
         self.source.read(name, out)?;
+        self.pulse.beat();
+        Ok(())
+    }
+
+    fn lend(&self, name: &str) -> Option<Lent<'_>> {
+        self.pulse.beat();
+        self.source.lend(name)
+    }
+
+    fn visit(&self, name: &str, each: &mut dyn FnMut(&[f32])) -> Result<(), ModelError> {
+        self.source.visit(name, each)?;
         self.pulse.beat();
         Ok(())
     }

@@ -336,6 +336,32 @@ fn answers_are_added_in_router_order_and_not_in_expert_order() {
 }
 
 #[test]
+fn experts_are_packed_alike_side_by_side_and_one_after_the_other() {
+    let dims = ExpertDims { n_experts: 5, width: 150, inter: 70 };
+    let layer = Layer::new(1, 1, dims);
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        // Five threads take an expert each, eight share every expert.
+        for threads in [1, 5, 8] {
+            let packed = in_pool(threads, || layer.packed(dtype));
+            for (weights, len, packed) in [
+                (&layer.gate_up, 2 * dims.inter * dims.width, &packed.gate_up),
+                (&layer.down, dims.inter * dims.width, &packed.down),
+            ] {
+                for (w, found) in weights.chunks_exact(len).zip(packed) {
+                    let expected = PackedMatrix::pack(w, found.n(), found.k(), dtype);
+                    let [mut row, mut expected_row] = [(); 2].map(|()| vec![0.0; found.k()]);
+                    for at in 0..found.n() {
+                        found.unpack_row(at, &mut row);
+                        expected.unpack_row(at, &mut expected_row);
+                        assert_eq!(bits(&row), bits(&expected_row), "row {at}, {threads} threads, {dtype}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn repacking_replaces_every_expert() {
     let layer = busy_layer();
     let mut experts = Layer { gate_up: layer.down.repeat(2), ..layer.clone() }.packed(Dtype::Bf16);

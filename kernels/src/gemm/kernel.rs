@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use bytemuck::Zeroable;
+
 use crate::cast::{round_rows_body, unpair};
 use crate::isa::{Isa, Lanes, multiversion, prefetch};
 use crate::parallel::Disjoint;
@@ -21,7 +23,7 @@ const MAX_DEPTH: usize = 1024;
 const MANY_PANELS: usize = 8;
 
 /// The 16 words of a panel at one depth, aligned so that no load straddles two cache lines.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Zeroable)]
 #[repr(C, align(64))]
 pub(super) struct Line<W>(pub(super) [W; LANES]);
 
@@ -475,6 +477,22 @@ fn pack_bf16_body<I: Isa>(rows: &[f32], k: usize, panel: &mut [Line<u32>]) {
                 line.0[lane] = word;
             }
         }
+    }
+}
+
+multiversion! {
+    /// Reads lane `lane` of a panel of bf16 pairs back into `row`.
+    pub(super) fn unpack_bf16(panel: &[Line<u32>], lane: usize, row: &mut [f32]) = unpack_bf16_body;
+}
+
+#[inline(always)]
+fn unpack_bf16_body<I: Isa>(panel: &[Line<u32>], lane: usize, row: &mut [f32]) {
+    let (pairs, odd) = row.as_chunks_mut();
+    for (pair, line) in pairs.iter_mut().zip(panel) {
+        *pair = unpair(line.0[lane]);
+    }
+    if let ([value], Some(line)) = (odd, panel.last()) {
+        [*value, _] = unpair(line.0[lane]);
     }
 }
 

@@ -93,7 +93,7 @@ impl Params {
     }
 
     pub(super) fn add(&mut self, tensor: Named<'_>) -> Result<ParamId, ModelError> {
-        let var = Var::from_slice(tensor.values, tensor.shape, &Device::Cpu)?;
+        let var = Var::from_vec(tensor.read()?, tensor.shape, &Device::Cpu)?;
         self.learning.push(Learning::Whole(self.trained.len()));
         self.trained.push((tensor.name.to_owned(), var.clone()));
         self.weights.push((tensor.name.to_owned(), var));

@@ -404,7 +404,7 @@ impl BuildWeights for Tape {
     }
 
     fn bias(&mut self, bias: Named<'_>) -> Result<Arc<[f32]>, ModelError> {
-        let values: Arc<[f32]> = bias.values.into();
+        let values: Arc<[f32]> = bias.read()?.into();
         self.fixed.push(FixedTensor { name: bias.name.to_owned(), values: values.clone() });
         Ok(values)
     }

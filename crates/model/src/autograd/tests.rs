@@ -334,6 +334,21 @@ fn sequences_in_any_number_of_passes_have_the_same_gradients_to_the_bit() {
 }
 
 #[test]
+fn a_policy_lends_what_it_reads() {
+    let config = config_with(serde_json::json!({ "mlp_only_layers": [0], "attention_bias": true }));
+    let mut policy = in_precision(&config, Dtype::Bf16, false);
+    let shared = policy.shared_weights().unwrap();
+    let mut values = Vec::new();
+    for (name, _) in canonical_tensors(&config) {
+        for source in [&policy as &dyn TensorSource, &shared] {
+            source.read(&name, &mut values).unwrap();
+            assert_eq!(**source.lend(&name).unwrap(), values[..], "{name}");
+        }
+    }
+    assert!(policy.lend("model.norm.bias").is_none() && shared.lend("").is_none());
+}
+
+#[test]
 fn an_engine_of_the_same_dtype_computes_with_the_trainers_matrices_until_they_change() {
     let config = mixed_config();
     for dtype in [Dtype::F32, Dtype::Bf16] {

@@ -14,7 +14,7 @@ pub struct Subject {
     /// Its shape.
     pub config: ModelConfig,
     /// Its weights.
-    pub source: Box<dyn TensorSource + Sync>,
+    pub source: Box<dyn TensorSource>,
     /// Where files beside it lie, those of a tokenizer if there are any.
     pub dir: PathBuf,
 }
