@@ -20,7 +20,15 @@ pub(crate) const RECIPE: &str = "recipe.yaml";
 pub(crate) struct RunDir {
     path: PathBuf,
     /// The lock ends with the file, also when the process is killed.
-    _lock: File,
+    lock: File,
+}
+
+impl Drop for RunDir {
+    /// Closing would leave the lock to a child that another thread has just forked, until that executes its program.
+    fn drop(&mut self) {
+        // What cannot be unlocked is closed in a moment.
+        let _ = self.lock.unlock();
+    }
 }
 
 impl RunDir {
@@ -33,7 +41,7 @@ impl RunDir {
         let at = path.join(LOCK);
         let file = File::options().create(true).append(true).open(&at).map_err(io_at(&at))?;
         match file.try_lock() {
-            Ok(()) => Ok(Self { path: path.to_path_buf(), _lock: file }),
+            Ok(()) => Ok(Self { path: path.to_path_buf(), lock: file }),
             Err(TryLockError::WouldBlock) => Err(RunError::OutBusy { path: path.to_path_buf() }),
             Err(TryLockError::Error(source)) => Err(RunError::Io { path: at, source }),
         }
@@ -128,6 +136,8 @@ mod tests {
     fn a_directory_has_one_run_at_a_time() {
         let (dir, run_dir) = run_dir();
         assert!(matches!(RunDir::lock(dir.path()), Err(RunError::OutBusy { .. })));
+        // As a child has between fork and exec.
+        let _inherited = run_dir.lock.try_clone().unwrap();
         drop(run_dir);
         RunDir::lock(dir.path()).unwrap();
     }
