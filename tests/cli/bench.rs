@@ -107,7 +107,7 @@ fn an_op_that_does_not_exist_is_refused_with_those_that_do() {
     exit 2
     error: no op of `r3 bench kernels` has `softmax` in its name
 
-    hint: there are gemm, gemm_from_memory, rms_norm, rope, paged_attention, packed_attention, router_choose, router_gates, experts, silu_mul, logprobs, lm_head, draw, truncated_draw, adamw, muon, low_rank_gradient, low_rank_merge, cast, cast_and_pack
+    hint: there are gemm, gemm_from_memory, rms_norm, rope, paged_attention, long_attention, packed_attention, router_choose, router_gates, experts, silu_mul, logprobs, lm_head, draw, truncated_draw, adamw, muon, low_rank_gradient, low_rank_merge, cast, cast_and_pack
     ");
 }
 
