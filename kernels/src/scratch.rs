@@ -4,23 +4,12 @@ use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 
+use bytemuck::{Pod, Zeroable, cast_slice, cast_slice_mut};
+
 /// One cache line; every buffer starts on one.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C, align(64))]
 struct CacheLine([u8; 64]);
-
-/// What a buffer may be read as.
-///
-/// # Safety
-/// Every bit pattern must be a value, the alignment at most that of a cache line, and drop must do nothing.
-pub(crate) unsafe trait Plain: Copy {}
-
-// SAFETY: any four bytes are an f32.
-unsafe impl Plain for f32 {}
-// SAFETY: any four bytes are a u32.
-unsafe impl Plain for u32 {}
-// SAFETY: any eight bytes are a u64.
-unsafe impl Plain for u64 {}
 
 thread_local! {
     /// What calls on this thread put back. A stack, since a thread that waits for its tasks may run others meanwhile.
@@ -34,7 +23,7 @@ pub(crate) struct Scratch<T> {
     elements: PhantomData<T>,
 }
 
-impl<T: Plain> Scratch<T> {
+impl<T: Pod> Scratch<T> {
     /// `len` elements.
     pub(crate) fn take(len: usize) -> Self {
         let n_lines = (len * size_of::<T>()).div_ceil(size_of::<CacheLine>());
@@ -52,19 +41,17 @@ impl<T: Plain> Scratch<T> {
     }
 }
 
-impl<T: Plain> Deref for Scratch<T> {
+impl<T: Pod> Deref for Scratch<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: the lines are borrowed as long as the slice and hold `len` elements, and any bytes are a `T`.
-        unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.len) }
+        &cast_slice(&self.lines)[..self.len]
     }
 }
 
-impl<T: Plain> DerefMut for Scratch<T> {
+impl<T: Pod> DerefMut for Scratch<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as for `deref`, and `self` is borrowed for writing.
-        unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), self.len) }
+        &mut cast_slice_mut(&mut self.lines)[..self.len]
     }
 }
 

@@ -1,11 +1,13 @@
 //! Products of plain f32 matrices, for backward passes: the same kernels, so every element is one chain over the depth.
 
+use bytemuck::Pod;
+
 use super::kernel::{Job, LANES, Line, TILE_ROWS, Tile, run_bf16, run_f32};
 use super::{Dtype, Grid};
 use crate::cast::{pair, round_rows};
 use crate::isa::{Isa, multiversion};
 use crate::parallel::{self, Disjoint};
-use crate::scratch::{Plain, Scratch};
+use crate::scratch::Scratch;
 
 /// The left operand of a product.
 #[derive(Clone, Copy)]
@@ -88,7 +90,7 @@ impl PlainProduct<'_> {
 type Columns<'a> = (&'a [f32], usize, &'a [usize]);
 
 /// What the kernels multiply: an f32, or two bf16 that are neighbours along the depth.
-trait Word: Plain + Send + Sync {
+trait Word: Pod + Send + Sync {
     /// Words along `runs`.
     fn depth(runs: &[usize]) -> usize;
     /// Words that [`Self::rows`] needs for `len` elements in rows of `k`.

@@ -2,12 +2,11 @@
 
 use std::ops::Range;
 
-use bytemuck::Zeroable;
+use bytemuck::{Pod, Zeroable};
 
 use crate::cast::{round_rows_body, unpair};
 use crate::isa::{Isa, Lanes, multiversion, prefetch};
 use crate::parallel::Disjoint;
-use crate::scratch::Plain;
 
 /// Output columns of a panel.
 pub(super) const LANES: usize = 16;
@@ -27,8 +26,8 @@ const MANY_PANELS: usize = 8;
 #[repr(C, align(64))]
 pub(super) struct Line<W>(pub(super) [W; LANES]);
 
-// SAFETY: a line is sixteen words, and those of the kernels are f32 or u32.
-unsafe impl<W: Plain> Plain for Line<W> {}
+// SAFETY: a line is sixteen words, and those of the kernels take four bytes, so that none of its 64 is padding.
+unsafe impl<W: Pod> Pod for Line<W> {}
 
 /// One product `y = x Wᵀ + bias`, to be worked on by tiles. A word is one f32 or two bf16 along `K`.
 pub(super) struct Job<'a, W> {
