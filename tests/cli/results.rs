@@ -326,14 +326,44 @@ fn a_new_model_says_its_size_and_an_exported_one_scores_the_same() {
     let mut bytes = fs::read(&weights).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
     fs::write(&weights, bytes).unwrap();
-    insta::assert_snapshot!(directory.refused(&["export", "run", "damaged"]), @"
+}
+
+#[test]
+fn a_checkpoint_whose_weights_changed_is_refused_by_all_who_read_them() {
+    let directory = Directory::with_model();
+    directory.done(&["run", "recipe.yaml"]);
+    let weights = directory.path("run/step-000002/model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&weights, bytes).unwrap();
+    directory.write("tokens.jsonl", "{\"tokens\": [8, 11, 14]}\n");
+    directory.write("prompts.jsonl", "{\"prompt\": \"1+1=\"}\n");
+    let exported = directory.refused(&["export", "run", "out"]);
+    insta::assert_snapshot!(exported, @"
     exit 2
     error: run/step-000002/model.safetensors is damaged
       caused by: its bytes are not the ones that were written
 
     hint: remove this checkpoint and resume from an older one
     ");
-    assert!(!directory.path("damaged").exists());
+    let step = "run/step-000002";
+    let (start, teach) = (format!("model.path={step}"), format!("model.existing.path={step}"));
+    let readers: [&[&str]; 9] = [
+        &["eval", "recipe.yaml", "--model", "run"],
+        &["eval", "recipe.yaml", "--model", step],
+        &["rollout", "run", "--prompts", "prompts.jsonl", "--out", "out"],
+        &["score", "run", "--input", "tokens.jsonl"],
+        &["score", step, "--input", "tokens.jsonl", "--side", "trainer"],
+        &["bench", "engine", "--model", "run"],
+        &["run", "recipe.yaml", "--set", &start, "--set", "run.out=out"],
+        &["run", "recipe.yaml", "--resume"],
+        &["sft", "sft.yaml", "--set", &teach, "--set", "run.out=out"],
+    ];
+    for arguments in readers {
+        assert_eq!(directory.refused(arguments), exported, "{arguments:?}");
+    }
+    fs::remove_file(directory.path("run/step-000002/trainer_state.json")).unwrap();
+    directory.done(&["score", step, "--input", "tokens.jsonl"]);
 }
 
 #[test]

@@ -6,7 +6,6 @@ use std::time::Instant;
 use r3_core::ids::{PolicyVersion, TokenId};
 use r3_engine::config::EngineConfig;
 use r3_engine::engine::Engine;
-use r3_model::checkpoint::Checkpoint;
 use r3_recipe::recipe::Recipe;
 use r3_telemetry::progress::{BarKind, Progress};
 
@@ -26,7 +25,7 @@ pub fn evaluate(recipe: &Recipe) -> Result<Evaluation, RunError> {
     let began = Instant::now();
     let mut recipe = recipe.clone();
     recipe.model.path = model_dir::resolve(&recipe.model.path)?;
-    let checkpoint = Checkpoint::open(&recipe.model.path)?;
+    let checkpoint = model_dir::open(&recipe.model.path)?;
     let model = checkpoint.config();
     let task = TaskParts::load(&recipe.task, recipe.model.tokenizer_path(), model.vocab_size, None)?;
     let problems = &task.dataset.held_out[..recipe.eval.problems.min(task.dataset.held_out.len())];

@@ -10,7 +10,7 @@ use r3_model::config::ModelConfig;
 use r3_model::export::{Companions, write_weights};
 use r3_model::init::FreshWeights;
 use r3_model::source::TensorSource;
-use r3_train::checkpoint::{Checkpoints, verify_weights};
+use r3_train::checkpoint::{Checkpoints, STATE_FILE, verify_weights};
 use r3_wire::error::WireError;
 use r3_wire::model::ModelShape;
 
@@ -25,15 +25,18 @@ pub struct Written {
     pub dtype: Dtype,
 }
 
-/// Opens the model of `path`: a Hugging Face directory, a checkpoint, or a run, whose newest checkpoint it is then.
+/// Opens the model of `dir`, a Hugging Face directory or a checkpoint.
 ///
 /// # Errors
-/// If there is no whole model.
-pub fn open(path: &Path) -> Result<Checkpoint, RunError> {
-    Ok(Checkpoint::open(&resolve(path)?)?)
+/// If there is no whole model, or its weights are not those that a run saved there.
+pub fn open(dir: &Path) -> Result<Checkpoint, RunError> {
+    let model = Checkpoint::open(dir)?;
+    verify_weights(dir)?;
+    Ok(model)
 }
 
-/// The directory of the model that `path` means, as [`open`] reads it.
+/// The directory of the model that `path` means: a Hugging Face directory, a checkpoint, or a run, whose newest checkpoint
+/// it is then.
 ///
 /// # Errors
 /// If `path` is the directory of a run and cannot be read.
@@ -45,8 +48,8 @@ pub fn resolve(path: &Path) -> Result<PathBuf, RunError> {
     Ok(newest.unwrap_or_else(|| path.to_path_buf()))
 }
 
-/// What a reader of routes must know of the model of `path`, which is found as [`open`] finds it; its weights are not
-/// read.
+/// What a reader of routes must know of the model of `path`, which is found as [`resolve`] finds it; its weights are
+/// not read.
 ///
 /// # Errors
 /// If its configuration cannot be read.
@@ -68,19 +71,18 @@ pub fn create(config: &Path, out: &Path, seed: u64, dtype: Dtype) -> Result<Writ
     write_new(out, companions, (&model, &FreshWeights::new(&model, seed)), dtype)
 }
 
-/// Copies the model of `checkpoint`, as [`open`] finds it, in a format that `transformers` loads.
+/// Copies the model of `checkpoint`, as [`resolve`] finds it, in a format that `transformers` loads.
 ///
 /// # Errors
 /// If it is not a whole model, its weights are not those that a run saved there, `out` holds a model already, or the files
 /// cannot be written.
 pub fn export(checkpoint: &Path, out: &Path, dtype: Dtype) -> Result<Written, RunError> {
     let dir = resolve(checkpoint)?;
-    let model = Checkpoint::open(&dir)?;
-    verify_weights(&dir)?;
+    let model = open(&dir)?;
     write_new(out, &dir, (model.config(), &model), dtype)
 }
 
-/// Writes the updates of low rank of `checkpoint`, as [`open`] finds it, in the two files that PEFT loads onto the model
+/// Writes the updates of low rank of `checkpoint`, as [`resolve`] finds it, in the two files that PEFT loads onto the model
 /// they are of, and gives the numbers in them.
 ///
 /// # Errors
@@ -167,7 +169,7 @@ fn stage(
 }
 
 fn publish(staged: &Path, out: &Path) -> Result<(), RunError> {
-    remove_shards(out)?;
+    remove_replaced(out)?;
     for entry in fs::read_dir(staged).map_err(io_at(staged))? {
         let entry = entry.map_err(io_at(staged))?;
         let target = out.join(entry.file_name());
@@ -176,8 +178,13 @@ fn publish(staged: &Path, out: &Path) -> Result<(), RunError> {
     fs::remove_dir(staged).map_err(io_at(staged))
 }
 
-/// Removes the index and the shards of weights that are replaced: whoever followed the index would load those.
-fn remove_shards(out: &Path) -> Result<(), RunError> {
+/// Removes what would be wrong beside other weights: what a run says of the bytes it saved, and the index and the shards,
+/// since whoever followed the index would load those.
+fn remove_replaced(out: &Path) -> Result<(), RunError> {
+    let state = out.join(STATE_FILE);
+    if state.exists() {
+        fs::remove_file(&state).map_err(io_at(&state))?;
+    }
     let index = out.join(INDEX);
     if !index.exists() {
         return Ok(());
@@ -195,6 +202,10 @@ fn remove_shards(out: &Path) -> Result<(), RunError> {
 
 #[cfg(test)]
 mod tests {
+    use r3_core::ids::PolicyVersion;
+    use r3_train::checkpoint::Position;
+    use r3_train::error::TrainError;
+
     use super::*;
 
     fn assets() -> PathBuf {
@@ -257,6 +268,24 @@ mod tests {
         let left = names(dir.path()).into_iter().filter(|name| name.contains("safetensors"));
         assert_eq!(left.collect::<Vec<_>>(), ["model.safetensors", "reference.safetensors"]);
         assert_eq!(Checkpoint::open(dir.path()).unwrap().config().n_layers, model.config().n_layers);
+    }
+
+    #[test]
+    fn weights_written_over_a_checkpoint_are_a_plain_model() {
+        let (root, assets) = (tempfile::tempdir().unwrap(), assets());
+        let position = Position { step: 1, version: PolicyVersion(1), optimiser_steps: 1, score: None };
+        let save = |dir: &Path| {
+            fs::copy(assets.join("config.json"), dir.join("config.json")).unwrap();
+            let config = ModelConfig::load(dir)?;
+            Ok(write_weights(dir, &config, &FreshWeights::new(&config, 1), Dtype::F32)?)
+        };
+        let dir = Checkpoints::new(root.path().to_path_buf(), 1).save(position, 0, save).unwrap();
+        let saved = open(&dir).unwrap();
+        let other = FreshWeights::new(saved.config(), 2);
+        write_weights(&dir, saved.config(), &other, Dtype::F32).unwrap();
+        assert!(matches!(open(&dir), Err(RunError::Train(TrainError::Damaged { .. }))));
+        write(&dir, &[&assets], (saved.config(), &other), Dtype::F32).unwrap();
+        open(&dir).unwrap();
     }
 
     #[test]

@@ -10,7 +10,6 @@ use r3_engine::engine::Engine;
 use r3_engine::error::EngineError;
 use r3_engine::sampler::Sampling;
 use r3_kernels::gemm::Dtype;
-use r3_model::checkpoint::Checkpoint;
 use r3_recipe::numerics::Numerics as RecipeNumerics;
 use r3_recipe::rollout::{Dtype as RecipeDtype, Engine as EngineSection};
 use r3_recipe::task::Task;
@@ -149,7 +148,7 @@ pub fn rollout(
 ) -> Result<RolloutSummary, RunError> {
     let began = Instant::now();
     let dir = model_dir::resolve(model)?;
-    let checkpoint = Checkpoint::open(&dir)?;
+    let checkpoint = model_dir::open(&dir)?;
     let config = checkpoint.config();
     let work = Work::load(source, &dir, config.vocab_size, options.limit)?;
     let engine = options.engine();

@@ -441,8 +441,7 @@ fn load_trainer(
     plan: &TrainingPlan,
     state: Option<&TrainerState>,
 ) -> Result<Trainer, RunError> {
-    let adapted_dir = state.map(|_| model_dir);
-    let (config, policy) = training::load_policy(recipe, model_dir, plan, adapted_dir)?;
+    let (config, policy) = training::load_policy(recipe, plan, state.map(|_| model_dir))?;
     let total_steps = recipe.run.steps * recipe.train.mini_steps as u64;
     let optimiser = OptimiserConfig::of_train(&recipe.train, total_steps);
     let temperature = setup::narrow(recipe.rollout.temperature);

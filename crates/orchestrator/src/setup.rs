@@ -35,6 +35,7 @@ use r3_train::objective::Objective;
 use r3_train::replay::{Own, ReplayRule};
 
 use crate::error::RunError;
+use crate::model_dir;
 use crate::pending_file::Expected;
 use crate::worker::SampleSpec;
 
@@ -330,17 +331,16 @@ pub fn deadline(recipe: &Recipe) -> Duration {
     Duration::from_secs(recipe.ring.deadline_s)
 }
 
-/// Reads the policy of `dir`, showing how far it is.
+/// Reads the policy of `checkpoint`, showing how far it is.
 ///
 /// # Errors
-/// If the directory is not a whole model r3 runs.
-pub fn load_policy(dir: &Path, progress: &Progress) -> Result<(ModelConfig, Policy), RunError> {
-    let checkpoint = Checkpoint::open(dir)?;
+/// If a tensor cannot be read.
+pub fn load_policy(checkpoint: &Checkpoint, progress: &Progress) -> Result<(ModelConfig, Policy), RunError> {
     let config = checkpoint.config().clone();
     let bar = progress.bar(BarKind::Load, checkpoint.bytes());
     let policy = Policy::load(
         &Watched {
-            source: &checkpoint,
+            source: checkpoint,
             bar: &bar,
             bytes: checkpoint.bytes(),
             parameters: config.n_parameters() as u64,
@@ -358,7 +358,7 @@ pub fn load_policy(dir: &Path, progress: &Progress) -> Result<(ModelConfig, Poli
 pub fn load_reference(recipe: &Recipe, model: &ModelConfig) -> Result<Option<Policy>, RunError> {
     let Some(kl) = &recipe.objective.kl else { return Ok(None) };
     let dir = kl.reference.as_ref().unwrap_or(&recipe.model.path);
-    let (config, policy) = load_policy(dir, &Progress::stderr())?;
+    let (config, policy) = load_policy(&model_dir::open(dir)?, &Progress::stderr())?;
     let shape = |config: &ModelConfig| (config.vocab_size, config.route_dims(), config.moe_layers());
     if shape(&config) != shape(model) {
         return Err(RunError::ForeignReference { path: dir.clone() });

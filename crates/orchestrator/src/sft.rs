@@ -85,7 +85,7 @@ fn load_model<'a>(recipe: &'a SftRecipe, progress: &Progress) -> Result<Loaded<'
             Ok((config, policy, dir, new.tokenizer_path()))
         }
         NewOrExistingModel::Existing(model) => {
-            let (config, policy) = load_policy(&model.path, progress)?;
+            let (config, policy) = load_policy(&model_dir::open(&model.path)?, progress)?;
             Ok((config, policy, &model.path, model.tokenizer_path()))
         }
     }

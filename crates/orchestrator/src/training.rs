@@ -15,6 +15,7 @@ use r3_recipe::recipe::Recipe;
 use r3_telemetry::progress::Progress;
 
 use crate::error::RunError;
+use crate::model_dir;
 use crate::setup::{self, narrow};
 
 /// How every weight of a model is trained.
@@ -105,20 +106,21 @@ impl TrainingPlan {
     }
 }
 
-/// Reads the policy of `model_dir`, to be trained as `plan` says. With updates of low rank, it is the recipe's model with
-/// those of checkpoint `adapted_dir`, if there is one.
+/// Reads the policy to be trained as `plan` says: the recipe's model, or that of checkpoint `resumed`, which was verified.
+/// With updates of low rank, it is the recipe's model with those of the checkpoint.
 ///
 /// # Errors
-/// If a file cannot be read, or the recipe's model with the checkpoint's updates is not the checkpoint's, to the bit.
+/// If a file cannot be read, the weights of the recipe's model are not those that a run saved there, or that model with the
+/// checkpoint's updates is not the checkpoint's, to the bit.
 pub fn load_policy(
     recipe: &Recipe,
-    model_dir: &Path,
     plan: &TrainingPlan,
-    adapted_dir: Option<&Path>,
+    resumed: Option<&Path>,
 ) -> Result<(ModelConfig, Policy), RunError> {
-    let adapted_dir = adapted_dir.filter(|_| plan.rank.is_some());
-    let base: &Path = if adapted_dir.is_some() { &recipe.model.path } else { model_dir };
-    let (config, policy) = setup::load_policy(base, &Progress::stderr())?;
+    let (adapted_dir, whole_dir) = if plan.rank.is_some() { (resumed, None) } else { (None, resumed) };
+    let base = &recipe.model.path;
+    let source = whole_dir.map_or_else(|| model_dir::open(base), |dir| Ok(Checkpoint::open(dir)?))?;
+    let (config, policy) = setup::load_policy(&source, &Progress::stderr())?;
     let mut policy = policy.with_training(|name| plan.of(name), recipe.run.seed)?;
     if let Some(dir) = adapted_dir {
         let adapter = Adapter::load(dir)?.ok_or_else(|| RunError::NoAdapter { path: dir.to_path_buf() })?;
@@ -128,7 +130,7 @@ pub fn load_policy(
             checkpoint.read(&name, &mut there)?;
             policy.read(&name, &mut here)?;
             if !there.iter().map(|value| value.to_bits()).eq(here.iter().map(|value| value.to_bits())) {
-                return Err(RunError::OtherBase { path: base.to_path_buf(), tensor: name });
+                return Err(RunError::OtherBase { path: base.clone(), tensor: name });
             }
         }
     }

@@ -18,7 +18,8 @@ use xxhash_rust::xxh3::Xxh3;
 use crate::error::{Damage, TrainError};
 use crate::optimiser_state;
 
-const STATE_FILE: &str = "trainer_state.json";
+/// Makes a directory a checkpoint.
+pub const STATE_FILE: &str = "trainer_state.json";
 const UNFINISHED: &str = ".tmp";
 const FORMAT: u32 = 1;
 

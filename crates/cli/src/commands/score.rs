@@ -53,7 +53,7 @@ impl Args {
     pub(crate) fn execute(&self) -> Result<(), CliError> {
         let dtype = Dtype::from(self.dtype);
         let input = Input::open(&self.input)?;
-        let checkpoint = model_dir::open(&self.model)?;
+        let checkpoint = model_dir::open(&model_dir::resolve(&self.model)?)?;
         let mut scorer = match self.side {
             Side::Engine => Scorer::engine(&checkpoint, dtype, self.max_tokens)?,
             Side::Trainer => Scorer::trainer(&checkpoint, dtype)?,

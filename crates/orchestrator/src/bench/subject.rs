@@ -20,10 +20,10 @@ pub struct Subject {
 }
 
 impl Subject {
-    /// The model of `path`, found as [`model_dir::open`] finds it.
+    /// The model of `path`, found as [`model_dir::resolve`] finds it.
     ///
     /// # Errors
-    /// If there is no whole model.
+    /// As [`model_dir::open`].
     pub fn open(path: &Path) -> Result<Self, RunError> {
         let dir = model_dir::resolve(path)?;
         let checkpoint = model_dir::open(&dir)?;
