@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::directory::Directory;
+use crate::directory::{Directory, config};
 use crate::docs::{page, table_keys};
 use crate::results::keys;
 
@@ -99,6 +99,49 @@ fn step() {
         ended.stderr,
         "error: 9 completions do not make whole groups of 8\n\nhint: make --completions a multiple of --group-size\n"
     );
+}
+
+/// What `r3` says of sizes that are too large: the error without its numbers, and the hint.
+fn too_large(directory: &Directory, arguments: &[&str]) -> String {
+    let said = directory.refused(&[&["bench"], arguments].concat());
+    let is_of_error = |line: &&str| line.starts_with("error") || line.starts_with("hint");
+    let lines = said.lines().filter(is_of_error).map(|line| line.replace(|c: char| c.is_ascii_digit(), ""));
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+#[test]
+fn sizes_that_do_not_fit_are_refused_by_the_arguments_that_say_them() {
+    let directory = Directory::with_model();
+    let too_large = |arguments: &[&str]| too_large(&directory, arguments);
+    let model = ["--model", "model"];
+    let engine = too_large(&[&["engine"], &model[..], &["--new", "100"]].concat());
+    insta::assert_snapshot!(engine, @"
+    error: prompt and completion may take  tokens, but the model has  positions
+    hint: lower --prompt or --new
+    ");
+    assert_eq!(too_large(&[&["step"], &model[..], &["--new", "100"]].concat()), engine);
+    assert_eq!(too_large(&[&["routes"], &model[..], &["--new", "100"]].concat()), engine);
+    insta::assert_snapshot!(too_large(&[&["train"], &model[..], &["--length", "100"]].concat()), @"
+    error: a sequence of  tokens exceeds the model's  positions
+    hint: lower --length
+    ");
+
+    let mut deep = config();
+    (deep["num_hidden_layers"], deep["max_position_embeddings"]) = (200.into(), 40_000.into());
+    directory.write("deep.json", deep.to_string());
+    let deep = ["--config", "deep.json", "--new", "30000"];
+    insta::assert_snapshot!(too_large(&[&["engine", "--batch", "65536"], &deep[..]].concat()), @"
+    error: the KV cache needs  bytes of memory, but  are available
+    hint: lower --batch, --prompt or --new, or free memory
+    ");
+    insta::assert_snapshot!(too_large(&[&["step", "--completions", "65536"], &deep[..]].concat()), @"
+    error: the KV cache needs  bytes of memory, but  are available
+    hint: lower --completions, --prompt or --new, or free memory
+    ");
+    insta::assert_snapshot!(too_large(&["routes", "--sequences", "65536", "--tokens", "65536"]), @"
+    error:  blocks of  tokens are more slots than the  a slot id can name
+    hint: lower --sequences or --tokens
+    ");
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use r3_orchestrator::error::{ExitClass, RunError};
+use r3_orchestrator::error::{Excess, ExitClass, RunError};
 use r3_orchestrator::out_file::STDOUT;
 use r3_orchestrator::score_input::InputError;
 use r3_recipe::error::RecipeError;
@@ -18,6 +18,8 @@ pub(crate) enum CliError {
     Run(Box<RunError>),
     #[error(transparent)]
     Rollout(Box<RunError>),
+    #[error("{source}")]
+    Bench { source: Box<RunError>, sizes: Sizes },
     #[error("{} holds {what} already", path.display())]
     OutTaken { path: PathBuf, what: &'static str },
     #[error("interrupted; the other half of the comparison is missing")]
@@ -72,6 +74,22 @@ pub(crate) enum CliError {
     Stdout { source: io::Error },
 }
 
+/// The arguments that say how much is measured.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sizes {
+    /// Those for the tokens of a sequence.
+    pub(crate) tokens: &'static str,
+    /// All of them.
+    pub(crate) all: &'static str,
+}
+
+impl Sizes {
+    /// An error of what is measured.
+    pub(crate) fn refused(self, source: RunError) -> CliError {
+        CliError::Bench { source: Box::new(source), sizes: self }
+    }
+}
+
 impl From<RunError> for CliError {
     fn from(error: RunError) -> Self {
         Self::Run(Box::new(error))
@@ -96,6 +114,12 @@ impl CliError {
                 .replace("`engine.max_running`", "--max-running")
                 .replace("`rollout.sample_top_k`", "--top-k")
                 .replace("`rollout.max_new_tokens`", "--max-new-tokens"),
+            Self::Bench { source, sizes } => match source.excess() {
+                Some(Excess::Tokens) => format!("lower {}", sizes.tokens),
+                Some(Excess::Slots) => format!("lower {}", sizes.all),
+                Some(Excess::Bytes) => format!("lower {}, or free memory", sizes.all),
+                None => source.hint(),
+            },
             Self::OutTaken { .. } => {
                 "replace it with --overwrite, or choose another directory with --set run.out=DIR".into()
             }
@@ -136,9 +160,10 @@ impl CliError {
     /// How the process ends.
     pub(crate) fn exit_code(&self) -> ExitCode {
         let class = match self {
-            Self::Run(error) | Self::Rollout(error) | Self::Unscored { source: error, .. } => {
-                error.exit_class()
-            }
+            Self::Run(error)
+            | Self::Rollout(error)
+            | Self::Bench { source: error, .. }
+            | Self::Unscored { source: error, .. } => error.exit_class(),
             Self::ComparisonInterrupted => ExitClass::Interrupted,
             Self::OutTaken { .. }
             | Self::NoProblems

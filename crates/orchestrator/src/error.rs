@@ -122,7 +122,32 @@ pub enum ExitClass {
     Interrupted = 130,
 }
 
+/// What there is too much of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Excess {
+    /// Tokens of one sequence, for the model's positions.
+    Tokens,
+    /// Slots of all sequences, for their ids.
+    Slots,
+    /// Bytes, for the machine.
+    Bytes,
+}
+
 impl RunError {
+    /// What there is too much of, if that is the error: for commands whose sizes are arguments, which [`Self::hint`] does
+    /// not know.
+    #[must_use]
+    pub fn excess(&self) -> Option<Excess> {
+        match self {
+            Self::Engine(EngineError::TooLong { .. }) | Self::Model(ModelError::TooLong { .. }) => {
+                Some(Excess::Tokens)
+            }
+            Self::Engine(EngineError::Scheduler(SchedulerError::TooManySlots { .. })) => Some(Excess::Slots),
+            Self::KvTooLarge { .. } | Self::Ring(RingError::NoRoom { .. }) => Some(Excess::Bytes),
+            _ => None,
+        }
+    }
+
     /// What the user can change, printed as `hint: ...`.
     #[must_use]
     pub fn hint(&self) -> String {

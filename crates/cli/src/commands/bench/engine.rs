@@ -6,7 +6,9 @@ use r3_orchestrator::bench::engine::{EngineSetup, measure};
 
 use crate::args::DtypeArg;
 use crate::commands::bench::{ModelArgs, RoundsArgs, print};
-use crate::error::CliError;
+use crate::error::{CliError, Sizes};
+
+const SIZES: Sizes = Sizes { tokens: "--prompt or --new", all: "--batch, --prompt or --new" };
 
 /// Measure how fast the engine samples, and what share of the machine it reaches
 ///
@@ -71,7 +73,7 @@ impl Args {
             },
             routes: self.routes == RoutesArg::On,
         };
-        let measured = measure(&self.model.subject()?, &setup)?;
+        let measured = measure(&self.model.subject()?, &setup).map_err(|error| SIZES.refused(error))?;
         print(self.rounds.json, &measured, &measured.table())
     }
 }

@@ -4,7 +4,9 @@ use clap::value_parser;
 use r3_orchestrator::bench::ring::{RingSetup, measure};
 
 use crate::commands::bench::{RoundsArgs, print};
-use crate::error::CliError;
+use crate::error::{CliError, Sizes};
+
+const SIZES: Sizes = Sizes { tokens: "--tokens", all: "--tokens, --layers or --top-k" };
 
 /// Measure the ring: latency, and GB/s of rollouts beside a memcpy
 ///
@@ -37,14 +39,15 @@ impl Args {
         if top_k > experts {
             return Err(CliError::TooFewExperts { top_k, experts });
         }
-        let measured = measure(&RingSetup {
+        let setup = RingSetup {
             tokens: self.tokens as usize,
             layers: self.layers as usize,
             top_k: top_k as usize,
             experts: experts as usize,
             frames: self.frames as usize,
             rounds: self.rounds.rounds as usize,
-        })?;
+        };
+        let measured = measure(&setup).map_err(|error| SIZES.refused(error))?;
         print(self.rounds.json, &measured, &measured.table())
     }
 }

@@ -9,7 +9,12 @@ use r3_orchestrator::bench::subject::Subject;
 
 use crate::args::DtypeArg;
 use crate::commands::bench::print;
-use crate::error::CliError;
+use crate::error::{CliError, Sizes};
+
+const SIZES: Sizes = Sizes { tokens: "--tokens", all: "--sequences or --tokens" };
+
+/// With --model.
+const MODEL_SIZES: Sizes = Sizes { tokens: "--prompt or --new", all: "--sequences, --prompt or --new" };
 
 /// Measure what recording routes adds to a decode tick, or to a whole engine
 ///
@@ -75,21 +80,23 @@ impl Args {
                 rounds: self.rounds as usize,
                 dtype: self.dtype.into(),
             };
-            let measured = capture::measure(&Subject::open(model)?, &setup)?;
+            let measured = capture::measure(&Subject::open(model)?, &setup)
+                .map_err(|error| MODEL_SIZES.refused(error))?;
             return print(self.json, &measured, &measured.table());
         }
         let (top_k, experts) = (self.top_k, self.experts);
         if top_k > experts {
             return Err(CliError::TooFewExperts { top_k, experts });
         }
-        let measured = routes::measure(&RoutesSetup {
+        let setup = RoutesSetup {
             sequences: self.sequences.unwrap_or(256) as usize,
             layers: self.layers as usize,
             top_k: top_k as usize,
             experts: experts as usize,
             tokens: self.tokens as usize,
             rounds: self.rounds as usize,
-        })?;
+        };
+        let measured = routes::measure(&setup).map_err(|error| SIZES.refused(error))?;
         print(self.json, &measured, &measured.table())
     }
 }

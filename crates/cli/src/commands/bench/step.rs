@@ -5,7 +5,9 @@ use r3_orchestrator::bench::step::{StepSetup, measure};
 
 use crate::args::DtypeArg;
 use crate::commands::bench::{ModelArgs, RoundsArgs, TrainerArgs, print};
-use crate::error::CliError;
+use crate::error::{CliError, Sizes};
+
+const SIZES: Sizes = Sizes { tokens: "--prompt or --new", all: "--completions, --prompt or --new" };
 
 /// Measure a whole GRPO step: rollout, ring, replayed training, refit
 ///
@@ -57,7 +59,7 @@ impl Args {
             dtype: self.dtype.into(),
             train: self.trainer.section(self.train_dtype),
         };
-        let measured = measure(&self.model.subject()?, &setup)?;
+        let measured = measure(&self.model.subject()?, &setup).map_err(|error| SIZES.refused(error))?;
         print(self.rounds.json, &measured, &measured.table())
     }
 }

@@ -5,7 +5,9 @@ use r3_orchestrator::bench::train::{TrainSetup, measure};
 
 use crate::args::DtypeArg;
 use crate::commands::bench::{ModelArgs, RoundsArgs, TrainerArgs, print};
-use crate::error::CliError;
+use crate::error::{CliError, Sizes};
+
+const SIZES: Sizes = Sizes { tokens: "--length", all: "--sequences or --length" };
 
 /// Measure how fast the trainer learns: replayed forward, loss, backward, AdamW
 ///
@@ -40,7 +42,7 @@ impl Args {
             rounds: self.rounds.rounds as usize,
             train: self.trainer.section(self.dtype),
         };
-        let measured = measure(&self.model.subject()?, &setup)?;
+        let measured = measure(&self.model.subject()?, &setup).map_err(|error| SIZES.refused(error))?;
         print(self.rounds.json, &measured, &measured.table())
     }
 }
