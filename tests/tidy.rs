@@ -46,7 +46,7 @@ const ARROWS: [(&str, &[&str]); 15] = [
         ],
     ),
     ("fuzz", &["r3-core", "r3-kernels", "r3-recipe", "r3-ring", "r3-wire", "r3-model", "r3-engine"]),
-    ("crates/cli", &["r3-orchestrator", "r3-recipe", "r3-telemetry", "r3-wire", "r3-kernels"]),
+    ("crates/cli", &["r3-core", "r3-orchestrator", "r3-recipe", "r3-telemetry", "r3-wire", "r3-kernels"]),
 ];
 
 /// Dependencies that say what a crate knows: tensors, text, asynchronous edges, mappings of memory.

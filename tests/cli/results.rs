@@ -64,7 +64,7 @@ fn a_run_says_where_it_writes_and_can_be_watched() {
     let (first, second) = first_lines("metrics.listen=null", "run.out=quiet");
     assert_eq!(first, "writing to quiet");
     let memory = "KV memory 64KiB: 928 tokens of 69.5 bytes, of which routes 5.5 (7.9%); beside it, up to 192B of \
-                  traces when 8 sequences end at once";
+                  traces, of 8 sequences at once";
     assert_eq!(second, memory);
     let line = first_line("metrics.listen=127.0.0.1:0", "run.out=served");
     let address = line.strip_prefix("writing to served; metrics at http://127.0.0.1:").expect(&line);

@@ -286,7 +286,7 @@ fn a_sequence_is_scored_at_the_temperature_and_over_the_tokens_that_are_given() 
     exit 2
     error: cannot score in.jsonl:1
       caused by: the tokens were drawn from sets that break their contract
-      caused by: supports have 3 rows, but 2 tokens follow the prompt
+      caused by: supports have 3 rows for 2 tokens after the prompt
 
     hint: `supports` has a list for each of the last tokens, ascending, with that token in it
     ");
@@ -360,9 +360,9 @@ fn without_routes_a_rollout_is_scored_freely_and_with_a_part_of_them_it_is_refus
     hint: sample with --routed-experts-start-len 0 to replay, or --return-routed-experts false to score freely
     ");
     let late = [&SAMPLE[..], &["--out", "late.jsonl", "--routed-experts-start-len", "2"]].concat();
-    insta::assert_snapshot!(directory.refused(&late), @r"
+    insta::assert_snapshot!(directory.refused(&late), @"
     exit 2
-    error: group 2 wants its routes from row 2 on, but its prompt has 1 tokens
+    error: group 2 wants its routes from row 2 on, but its prompt has 1 token
 
     hint: ask for rows from 1 or less on
     ");

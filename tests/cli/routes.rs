@@ -77,7 +77,7 @@ fn a_summary_has_every_sample_and_the_load_of_every_layer() {
 #[test]
 fn a_selection_shows_rows_with_tokens_versions_and_experts() {
     let directory = directory();
-    assert_snapshot!(directory.done(&["routes", "show", "a.jsonl", "--sample", "1"]), @r"
+    assert_snapshot!(directory.done(&["routes", "show", "a.jsonl", "--sample", "1"]), @"
     sample 1: group 7, rollout 1, stop, 6 tokens, prompt of 2, sampled 2..4 5..6
       rows 0..5, coverage 100.0 %, 2 MoE layers, 2 of 4 experts, weight epoch 4, weights 00000000000000ff
       position    token  version  turn  layer 1   layer 2
@@ -87,20 +87,20 @@ fn a_selection_shows_rows_with_tokens_versions_and_experts() {
              3        7        3     1  0 3       2 1
              4       12        -     1  1 0       0 3
 
-    1 samples, 6 tokens, 5 rows
+    1 sample, 6 tokens, 5 rows
       layer 1     4 of 4 experts, busiest 0 with 30.0 % of choices, max_vio 0.20 |██▅▅|
       layer 2     4 of 4 experts, busiest 0 with 30.0 % of choices, max_vio 0.20 |█▅▅█|
     ");
     let selected =
         ["routes", "show", "a.jsonl", "--sample", "0", "--layer", "2", "--rows", "1..9", "--turn", "1"];
-    assert_snapshot!(directory.done(&selected), @r"
+    assert_snapshot!(directory.done(&selected), @"
     sample 0: group 7, rollout 0, stop, 6 tokens, prompt of 2, sampled 2..4 5..6
       rows 0..5, coverage 100.0 %, 2 MoE layers, 2 of 4 experts, weight epoch 4, weights 00000000000000ff
       position    token  version  turn  layer 2
              3        7        3     1  2 1
              4       12        -     1  0 3
 
-    1 samples, 6 tokens, 5 rows
+    1 sample, 6 tokens, 5 rows
       layer 2     4 of 4 experts, busiest 0 with 30.0 % of choices, max_vio 0.20 |█▅▅█|
     ");
     let json = directory.done_json(&[&selected[..], &["--json"]].concat());
@@ -337,13 +337,13 @@ fn rows_that_begin_late_are_shown_under_their_positions() {
     let directory = directory();
     directory.write("flat", "AAAAAAAAAAADAAAAAQAAAAAAAAACAAAA");
     let late = ["routes", "show", "flat", "--from", "sglang", "--start", "2", "--sample", "0"];
-    assert_snapshot!(directory.done(&[&late[..], &MODEL].concat()), @r"
+    assert_snapshot!(directory.done(&[&late[..], &MODEL].concat()), @"
     sample 0: group 0, rollout 0
       rows 2..3, coverage 33.3 %, 2 MoE layers, 2 of 4 experts
       position    token  version  turn  layer 1   layer 2
              2        -        -     0  3 1       0 2
 
-    1 samples, 4 tokens, 1 rows
+    1 sample, 4 tokens, 1 row
       layer 1     2 of 4 experts, busiest 1 with 50.0 % of choices, max_vio 1.00 | █ █|
       layer 2     2 of 4 experts, busiest 0 with 50.0 % of choices, max_vio 1.00 |█ █ |
     ");
@@ -379,10 +379,10 @@ fn an_engine_that_never_captured_is_named_with_one_expert_a_token_too() {
         "{\"data\": \"AAAAAAAAAAAA\", \"shape\": [9, 1, 1], \"start\": 0, \"dtype\": \"uint8\"}",
     );
     let of = |model: &[&str]| refused(&directory, &[&["show", "zeros"], model].concat());
-    assert_snapshot!(of(&["--layers", "1", "--moe-layers", "0", "--experts", "16", "--top-k", "1"]), @r"
+    assert_snapshot!(of(&["--layers", "1", "--moe-layers", "0", "--experts", "16", "--top-k", "1"]), @"
     exit 2
     error: cannot read the routes of zeros
-      caused by: prime-rl, sample 0: turn 0, layer 0: expert 0 was sent for each of the 9 positions from 0 on; the engine never captured this layer
+      caused by: prime-rl, sample 0: turn 0, layer 0: nothing but expert 0 was sent for 9 positions from 0 on; the engine never captured this layer
 
     hint: the MoE kernel in use captures nothing, as vLLM's on CPUs: choose another, or turn router replay off
     ");
@@ -434,9 +434,9 @@ fn what_cannot_be_converted_is_refused_and_nothing_is_written() {
 
     hint: describe the model that sampled: with --model DIR, or with --layers, --moe-layers, --experts and --top-k
     ");
-    assert_snapshot!(convert(&["a.jsonl", "out.npy", "--layers", "3"]), @r"
+    assert_snapshot!(convert(&["a.jsonl", "out.npy", "--layers", "3"]), @"
     exit 2
-    error: 2 samples do not fit one array
+    error: one array cannot hold 2 samples
 
     hint: choose one with --sample N, or write JSON lines: name OUT other than .npy
     ");
@@ -454,9 +454,9 @@ fn what_cannot_be_converted_is_refused_and_nothing_is_written() {
     hint: replace it with --overwrite, or write to another file
     ");
     directory.write("tokens.jsonl", "{\"tokens\": [8], \"prompt_tokens\": 1}\n");
-    assert_snapshot!(convert(&["a.jsonl", "out.json", "--to", "r3", "--tokens", "tokens.jsonl"]), @r"
+    assert_snapshot!(convert(&["a.jsonl", "out.json", "--to", "r3", "--tokens", "tokens.jsonl"]), @"
     exit 2
-    error: the tokens of tokens.jsonl are of 1 samples, but the routes of 2
+    error: the tokens of tokens.jsonl are of 1 sample, but the routes of 2
 
     hint: give one line of tokens for each sample, in the same order
     ");

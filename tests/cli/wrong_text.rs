@@ -317,10 +317,10 @@ fn a_line_that_is_no_sequence_is_named_after_those_before_it_were_scored() {
 fn tokens_that_cannot_be_scored() {
     let directory = Directory::with_model();
     let long = format!("{{\"tokens\": [8{}]}}", ", 9".repeat(64));
-    assert_snapshot!(scored(&directory, "{\"tokens\": [8]}\n", &[]), @r"
+    assert_snapshot!(scored(&directory, "{\"tokens\": [8]}\n", &[]), @"
     0 scored, exit 2
     error: cannot score lines.jsonl:1
-      caused by: 1 tokens cannot be scored: there is nothing to predict
+      caused by: 1 token cannot be scored: there is nothing to predict
 
     hint: give at least two tokens
     ");

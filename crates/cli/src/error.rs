@@ -4,6 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use r3_core::count::counted;
 use r3_orchestrator::error::{Excess, ExitClass, RunError};
 use r3_orchestrator::out_file::STDOUT;
 use r3_orchestrator::score_input::InputError;
@@ -52,21 +53,21 @@ pub(crate) enum CliError {
     NoSample { input: String, sample: usize, n_samples: usize },
     #[error("{input} has no routes of layer {layer}")]
     NoLayer { input: String, layer: u32 },
-    #[error("{n_samples} samples do not fit one array")]
+    #[error("one array cannot hold {}", counted(*n_samples, "sample"))]
     ManySamples { n_samples: usize },
     #[error("what {} is to be written as is not said", path.display())]
     NoTarget { path: PathBuf },
-    #[error("the tokens of {input} are of {found} samples, but the routes of {expected}")]
+    #[error("the tokens of {input} are of {}, but the routes of {expected}", counted(*found, "sample"))]
     TokenSamples { input: String, found: usize, expected: usize },
     #[error("{input}:{line}:{column}: not the tokens of a sample: {reason}")]
     BadTokens { input: String, line: usize, column: usize, reason: String },
     #[error("{a} and {b} cannot be compared")]
     Incomparable { a: String, b: String, source: Incomparable },
-    #[error("a layer has {experts} experts, but a token takes {top_k}")]
+    #[error("a layer has {}, but a token takes {top_k}", counted(*experts, "expert"))]
     TooFewExperts { top_k: u32, experts: u32 },
     #[error("{completions} completions do not make whole groups of {group_size}")]
     BrokenGroups { completions: u32, group_size: u32 },
-    #[error("cannot start {n_threads} threads")]
+    #[error("cannot start {}", counted(*n_threads, "thread"))]
     Threads { n_threads: usize, source: rayon::ThreadPoolBuildError },
     #[error("cannot listen for signals")]
     Signals { source: io::Error },

@@ -3,6 +3,7 @@
 //! Every other crate speaks in these types, so this one knows nothing: no tensors, no files, no threads,
 //! nothing outside `std`. Start with [`routes`], the heart of r3, then read [`rollout`].
 
+pub mod count;
 pub mod ids;
 pub mod rollout;
 pub mod routes;

@@ -7,6 +7,8 @@
 
 use std::fmt;
 
+use crate::count::counted;
+
 /// Bytes of one expert id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum IdWidth {
@@ -257,10 +259,11 @@ impl fmt::Display for RouteError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::RaggedBytes { bytes, row_bytes } => {
-                write!(f, "routes are {bytes} bytes, not a multiple of the {row_bytes} bytes of a row")
+                let bytes = counted(*bytes, "byte");
+                write!(f, "routes are {bytes}, not a multiple of the {row_bytes} bytes of a row")
             }
             Self::RowCount { rows, expected_rows } => {
-                write!(f, "routes have {rows} rows, but the tokens need {expected_rows}")
+                write!(f, "routes have {}, but the tokens need {expected_rows}", counted(*rows, "row"))
             }
             Self::OutOfRange { row, layer, expert, n_experts } => write!(
                 f,

@@ -6,6 +6,7 @@
 
 use std::fmt;
 
+use crate::count::counted;
 use crate::ids::TokenId;
 
 /// Supports of consecutive tokens, borrowed: from a ring frame, a request or a file.
@@ -192,9 +193,12 @@ pub enum SupportError {
 impl fmt::Display for SupportError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Ids { ids, needed_ids } => write!(f, "supports hold {ids} tokens, but say {needed_ids}"),
+            Self::Ids { ids, needed_ids } => {
+                write!(f, "supports hold {}, but say {needed_ids}", counted(*ids, "token"))
+            }
             Self::Rows { rows, expected_rows } => {
-                write!(f, "supports have {rows} rows, but {expected_rows} tokens follow the prompt")
+                let (rows, tokens) = (counted(*rows, "row"), counted(*expected_rows, "token"));
+                write!(f, "supports have {rows} for {tokens} after the prompt")
             }
             Self::Given { row } => write!(f, "token {row} after the prompt was given, but has a support"),
             Self::Order { row, token, before } => {

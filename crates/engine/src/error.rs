@@ -1,5 +1,6 @@
 //! Why the engine cannot be built, or refuses a request.
 
+use r3_core::count::counted;
 use r3_core::ids::GroupId;
 use r3_core::routes::RouteError;
 use r3_core::support::SupportError;
@@ -18,7 +19,7 @@ pub enum EngineError {
         "the KV cache of {kv_bytes} bytes holds {capacity_tokens} tokens, but one sequence may need {needed_tokens}"
     )]
     KvTooSmall { kv_bytes: u64, capacity_tokens: usize, needed_tokens: usize, needed_bytes: u64 },
-    #[error("{tokens} tokens cannot be scored: there is nothing to predict")]
+    #[error("{} cannot be scored: there is nothing to predict", counted(*tokens, "token"))]
     NothingToScore { tokens: usize },
     #[error("position {position}: a row of routes is [{layers}][{top_k}], one list of experts a MoE layer")]
     ReplayShape { position: usize, layers: usize, top_k: usize },
@@ -28,7 +29,7 @@ pub enum EngineError {
     Audit { tensors: usize, differing: usize, first: String },
     #[error("scoring needs an idle engine, but {sequences} sequences are unfinished or not taken")]
     Busy { sequences: usize },
-    #[error("routes to replay have {rows} rows, but {tokens} tokens are scored")]
+    #[error("routes to replay have {}, but {tokens} tokens are scored", counted(*rows, "row"))]
     ReplayRows { rows: usize, tokens: usize },
     #[error("routes to replay break their contract")]
     ReplayRoutes(#[source] RouteError),

@@ -4,6 +4,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use r3_core::count::counted;
 use r3_engine::error::EngineError;
 use r3_model::error::ModelError;
 use r3_recipe::error::RecipeError;
@@ -38,13 +39,15 @@ pub enum RunError {
     Telemetry(#[from] TelemetryError),
     #[error(transparent)]
     Routes(#[from] WireError),
-    #[error("the ring holds {ring_bytes} bytes, but the rollouts of one step may need {needed_bytes}")]
+    #[error(
+        "the ring holds {}, but the rollouts of one step may need {needed_bytes}", counted(*ring_bytes, "byte")
+    )]
     RingTooSmall { ring_bytes: u64, needed_bytes: u64, max_support: Option<usize> },
     #[error("the KV cache needs {kv_bytes} bytes of memory, but {available_bytes} are available")]
     KvTooLarge { kv_bytes: u64, available_bytes: u64 },
     #[error(
-        "truncated draws that keep up to {max_support} tokens each need {support_bytes} bytes of memory, but beside the KV \
-         cache {available_bytes} are available"
+        "truncated draws that keep up to {} each need {support_bytes} bytes of memory, but beside the KV \
+         cache {available_bytes} are available", counted(*max_support, "token")
     )]
     SupportsTooLarge { max_support: usize, support_bytes: u64, available_bytes: u64 },
     #[error("{} holds an earlier run", path.display())]
@@ -91,7 +94,9 @@ pub enum RunError {
     Stalled { waited: Duration },
     #[error("the rollout worker stopped without a word")]
     WorkerGone,
-    #[error("no group of {n_groups} had rewards that differ, in {batches} batches of prompts")]
+    #[error(
+        "no group of {n_groups} had rewards that differ, in {} of prompts", counted(*batches, "batch")
+    )]
     NoSignal { n_groups: usize, batches: usize },
     #[error(
         "rollouts of group {group} carry routes of layers {found:?}, but the model's MoE layers are {expected:?}"
@@ -99,7 +104,9 @@ pub enum RunError {
     ForeignLayers { group: u64, found: Vec<u32>, expected: Vec<u32> },
     #[error("routes to replay are of layers {found:?}, but the model's MoE layers are {expected:?}")]
     ReplayLayers { found: Vec<u32>, expected: Vec<u32> },
-    #[error("rollout of group {group} is {staleness} steps old, but the recipe allows {max_staleness}")]
+    #[error(
+        "rollout of group {group} is {} old, but the recipe allows {max_staleness}", counted(*staleness, "step")
+    )]
     Stale { group: u64, staleness: u64, max_staleness: u64 },
     #[error("interrupted; step {step} is finished and saved")]
     Interrupted { step: u64 },

@@ -1,5 +1,6 @@
 //! What an engine's memory holds, as one line at the start.
 
+use r3_core::count::counted;
 use r3_engine::memory::MemoryBudget;
 use r3_recipe::bytes::Bytes;
 use r3_telemetry::format::{percent, short};
@@ -7,20 +8,20 @@ use r3_telemetry::format::{percent, short};
 /// Says what a token costs, how many fit, and what traces of sequences of `max_tokens` tokens may take besides.
 pub(crate) fn memory_line(budget: &MemoryBudget, max_tokens: usize) -> String {
     let kv = format!(
-        "KV memory {}: {} tokens of {} bytes",
+        "KV memory {}: {} of {} bytes",
         Bytes(budget.kv_bytes),
-        budget.capacity_tokens(),
+        counted(budget.capacity_tokens(), "token"),
         exact(budget.bytes_per_token())
     );
     if budget.route_block_bytes == 0 {
         return format!("{kv}, none of them for routes");
     }
     format!(
-        "{kv}, of which routes {} ({}); beside it, up to {}B of traces when {} sequences end at once",
+        "{kv}, of which routes {} ({}); beside it, up to {}B of traces, of {} at once",
         exact(budget.route_bytes_per_token()),
         percent(budget.route_share()),
         short(budget.trace_bytes(max_tokens) as f64),
-        budget.max_running
+        counted(budget.max_running, "sequence")
     )
 }
 
@@ -55,7 +56,7 @@ mod tests {
         assert_eq!(
             memory_line(&budget(), 19),
             "KV memory 64MiB: 58896 tokens of 1057.5 bytes, of which routes 33.5 (3.2%); beside it, up to 73.7kB of \
-             traces when 128 sequences end at once"
+             traces, of 128 sequences at once"
         );
     }
 

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
+use r3_core::count::counted;
 use r3_core::ids::{GroupId, PolicyVersion};
 use r3_engine::config::EngineConfig;
 use r3_engine::engine::Engine;
@@ -119,17 +120,21 @@ impl RolloutSummary {
     pub fn text(&self) -> String {
         let Self { rollouts, samples, turns, trajectory_forks, sampled_tokens, .. } = self;
         let mut text = format!(
-            "{rollouts} rollouts in {}: {sampled_tokens} tokens sampled ({} tok/s), {} computed, {} found in the prefix \
-             cache\n{turns} turns in {samples} samples, trajectory_forks {trajectory_forks}; {} route rows, {}B\n",
+            "{} in {}: {} sampled ({} tok/s), {} computed, {} found in the prefix cache\n\
+             {} in {}, trajectory_forks {trajectory_forks}; {}, {}B\n",
+            counted(*rollouts, "rollout"),
             duration(self.seconds),
+            counted(*sampled_tokens, "token"),
             short(self.tokens_per_second),
             self.computed_tokens,
             self.cached_tokens,
-            self.route_rows,
+            counted(*turns, "turn"),
+            counted(*samples, "sample"),
+            counted(self.route_rows, "route row"),
             short(self.route_bytes as f64),
         );
         if self.turns_left_out > 0 {
-            text += &format!("{} turns were left out, since they did not fit\n", self.turns_left_out);
+            text += &format!("left out, for want of room: {}\n", counted(self.turns_left_out, "turn"));
         }
         text
     }
@@ -234,5 +239,36 @@ impl Work {
 
     fn has_turns(&self) -> bool {
         self.scripts.iter().any(|script| !script.turns.is_empty())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_of_each_is_said_as_one() {
+        let one = RolloutSummary {
+            rollouts: 1,
+            samples: 1,
+            turns: 1,
+            turns_left_out: 1,
+            sampled_tokens: 1,
+            route_rows: 1,
+            ..RolloutSummary::default()
+        };
+        assert_eq!(
+            one.text(),
+            "1 rollout in 0 ms: 1 token sampled (0 tok/s), 0 computed, 0 found in the prefix cache\n\
+             1 turn in 1 sample, trajectory_forks 0; 1 route row, 0B\n\
+             left out, for want of room: 1 turn\n"
+        );
+        let many = RolloutSummary { rollouts: 2, samples: 3, turns: 4, sampled_tokens: 0, ..one };
+        assert_eq!(
+            many.text(),
+            "2 rollouts in 0 ms: 0 tokens sampled (0 tok/s), 0 computed, 0 found in the prefix cache\n\
+             4 turns in 3 samples, trajectory_forks 0; 1 route row, 0B\n\
+             left out, for want of room: 1 turn\n"
+        );
     }
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
+use r3_core::count::counted;
 use r3_engine::memory::MemoryBudget;
 use r3_kernels::gemm::Dtype;
 use r3_model::export::{Companions, write_weights};
@@ -363,8 +364,8 @@ impl<'a> Run<'a> {
         self.accuracy = Some(evaluation.accuracy);
         let (correct, step) = (100.0 * evaluation.accuracy, self.step);
         self.telemetry.progress().line(&format!(
-            "eval after step {step}: {correct:.1} % of {} held-out problems",
-            evaluation.problems
+            "eval after step {step}: {correct:.1} % of {}",
+            counted(evaluation.problems, "held-out problem")
         ));
         Ok(())
     }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use r3_core::count::counted;
 use r3_model::adapter::Adapter;
 use r3_model::autograd::Policy;
 use r3_model::autograd::training::{Training, takes_low_rank};
@@ -100,7 +101,7 @@ impl TrainingPlan {
         let share = 100.0 * *n_trained as f64 / *n_total as f64;
         let how = self.rank.map(|rank| {
             let n_adapted = self.by_name.values().filter(|how| **how != Training::Frozen).count();
-            format!(", as factors of rank {rank} of {n_adapted} weights")
+            format!(", as factors of rank {rank} of {}", counted(n_adapted, "weight"))
         });
         format!("training {n_trained} of {n_total} parameters ({share:.1} %){}", how.unwrap_or_default())
     }

@@ -1,5 +1,6 @@
 //! Why the scheduler refuses a configuration, a request or a flush.
 
+use r3_core::count::counted;
 use r3_core::ids::GroupId;
 use r3_core::rollout::FinishReason;
 
@@ -22,7 +23,9 @@ pub enum SchedulerError {
     NeverFits { group: GroupId, needed_tokens: usize, capacity_tokens: usize },
     #[error("group {group} wants its routes, but none are captured")]
     RoutesOff { group: GroupId },
-    #[error("group {group} wants its routes from row {start} on, but its prompt has {prompt_tokens} tokens")]
+    #[error(
+        "group {group} wants its routes from row {start} on, but its prompt has {}", counted(*prompt_tokens, "token")
+    )]
     RoutesStart { group: GroupId, start: usize, prompt_tokens: usize },
     #[error("no rollout was given to take up again")]
     NothingToResume,

@@ -238,7 +238,7 @@ mod tests {
             "the prompt `1+1=` is there twice, so it could be trained on and held out"
         );
         let error = Dataset::split(vec![problem("1+1=", "2")], 1, 1).unwrap_err();
-        assert_eq!(error.to_string(), "1 problems are to be held out of 1, which leaves none to train on");
+        assert_eq!(error.to_string(), "holding out 1 of 1 problem leaves none to train on");
     }
 
     #[test]

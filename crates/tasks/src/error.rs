@@ -3,6 +3,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use r3_core::count::counted;
+
 use crate::reward::RewardFailure;
 
 /// Why text cannot become prompts, or completions scores.
@@ -33,7 +35,7 @@ pub enum TaskError {
     HeldOutTwice { other: PathBuf, other_line: usize },
     #[error("the prompt `{prompt}` is there twice, so it could be trained on and held out")]
     DuplicatePrompt { prompt: String },
-    #[error("{held_out} problems are to be held out of {n_problems}, which leaves none to train on")]
+    #[error("holding out {held_out} of {} leaves none to train on", counted(*n_problems, "problem"))]
     NothingToTrainOn { held_out: usize, n_problems: usize },
     #[error("operands of {digits} digits were asked for, but 1 to 9 are possible")]
     DigitsOutOfRange { digits: u32 },

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use indicatif::{
     MultiProgress, ProgressBar, ProgressDrawTarget, ProgressFinish, ProgressState, ProgressStyle,
 };
+use r3_core::count::counted;
 
 use crate::format::short;
 
@@ -34,12 +35,13 @@ impl BarKind {
         }
     }
 
-    fn template(self) -> String {
+    fn template(self, total: u64) -> String {
+        let counts = |noun| format!("{{pos}}/{}  {{token_rate}}", counted(total, noun));
         let counts = match self {
-            Self::Load => "{bytes}/{total_bytes}  {bytes_per_sec}",
-            Self::Rollout => "{pos}/{len} rollouts  {token_rate}",
-            Self::Train => "{pos}/{len} micro-batches  {token_rate}",
-            Self::Eval => "{pos}/{len} problems  {token_rate}",
+            Self::Load => "{bytes}/{total_bytes}  {bytes_per_sec}".into(),
+            Self::Rollout => counts("rollout"),
+            Self::Train => counts("micro-batch"),
+            Self::Eval => counts("problem"),
         };
         format!("{{prefix:>7}} {{bar:30.cyan/dim}} {counts}  eta {{eta}}")
     }
@@ -70,12 +72,13 @@ impl Progress {
     #[must_use]
     pub fn bar(&self, kind: BarKind, total: u64) -> Bar {
         let tokens = Arc::new(AtomicU64::new(0));
-        let counted = Arc::clone(&tokens);
+        let so_far = Arc::clone(&tokens);
         let token_rate = move |state: &ProgressState, out: &mut dyn fmt::Write| {
-            let rate = counted.load(Ordering::Relaxed) as f64 / state.elapsed().as_secs_f64().max(1e-3);
+            let rate = so_far.load(Ordering::Relaxed) as f64 / state.elapsed().as_secs_f64().max(1e-3);
             let _ = write!(out, "{} tok/s", short(rate)); // A bar that cannot be drawn is no reason to stop.
         };
-        let style = ProgressStyle::with_template(&kind.template()).expect("the templates are well-formed");
+        let style =
+            ProgressStyle::with_template(&kind.template(total)).expect("the templates are well-formed");
         let style = style.with_key("token_rate", token_rate).progress_chars("━━─");
         let bar = ProgressBar::new(total).with_finish(ProgressFinish::AndClear).with_prefix(kind.name());
         let inner = self.bars.add(bar.with_style(style));
@@ -188,6 +191,7 @@ mod tests {
             "{rollout}"
         );
         assert!(drawn(BarKind::Train, 4, 1).contains("1/4 micro-batches"));
+        assert!(drawn(BarKind::Train, 1, 0).contains("0/1 micro-batch "));
         assert!(drawn(BarKind::Eval, 512, 2).contains("2/512 problems"));
     }
 

@@ -1,5 +1,6 @@
 //! What a run came to: the table at its end, and the line of `--json`.
 
+use r3_core::count::counted;
 use serde::Serialize;
 
 use crate::format::{MISSING, duration, or_missing, percent, short};
@@ -131,11 +132,11 @@ fn remarks(records: &[StepRecord]) -> Vec<String> {
             values.iter().copied().filter(|value| !gauge.0.healthy.contains(value)).collect();
         let last = outside.last()?;
         Some(format!(
-            "{} left its healthy range ({}) in {} of {} steps, last with {}",
+            "{} left its healthy range ({}) in {} of {}, last with {}",
             gauge.0.key,
             gauge.0.healthy_range(),
             outside.len(),
-            values.len(),
+            counted(values.len(), "step"),
             short(*last)
         ))
     };

@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use r3_core::count::counted;
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::routes::{RouteDims, RouteError};
 use r3_core::support::SupportError;
@@ -56,7 +57,7 @@ pub enum TrainError {
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the message of each variant says what its fields are")]
 pub enum Damage {
-    #[error("it has {bytes} bytes instead of {expected}")]
+    #[error("it has {} instead of {expected}", counted(*bytes, "byte"))]
     Length { bytes: u64, expected: u64 },
     #[error("its bytes are not the ones that were written")]
     Checksum,

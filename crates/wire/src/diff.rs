@@ -5,6 +5,8 @@
 
 use std::ops::AddAssign;
 
+use r3_core::count::counted;
+
 use crate::record::{Record, RoutesView};
 
 /// Counts of one comparison, or of several added up.
@@ -83,7 +85,7 @@ pub struct Difference {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "the message of each variant says what its fields are")]
 pub enum Incomparable {
-    #[error("the first file has {a} samples, the second {b}")]
+    #[error("the first file has {}, the second {b}", counted(*a, "sample"))]
     Samples { a: usize, b: usize },
     #[error("sample {sample}: the {which} file has no routes")]
     NoRoutes { sample: usize, which: &'static str },

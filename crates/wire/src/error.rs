@@ -2,6 +2,7 @@
 
 use std::io;
 
+use r3_core::count::counted;
 use r3_core::support::SupportError;
 
 use crate::array::Element;
@@ -40,12 +41,13 @@ pub enum ModelError {
     NoMoeLayer,
     #[error("MoE layer {after} is listed after layer {before}, but their ids ascend")]
     LayerOrder { before: u32, after: u32 },
-    #[error("MoE layer {layer_id} does not exist in a model of {n_layers} layers")]
+    #[error("MoE layer {layer_id} does not exist in a model of {}", counted(*n_layers, "layer"))]
     LayerBeyond { layer_id: u32, n_layers: usize },
     #[error("a model of {n_layers} layers is more than the {max_layers} r3 knows how to read")]
     TooDeep { n_layers: usize, max_layers: usize },
     #[error(
-        "{top_k} of {n_experts} experts a token do not exist: there are 1 to 65536, and a token takes 1 to all"
+        "{top_k} of {} a token do not exist: there are 1 to 65536, and a token takes 1 to all",
+        counted(*n_experts, "expert")
     )]
     Experts { top_k: usize, n_experts: usize },
 }
@@ -72,35 +74,45 @@ pub enum Fault {
     Dtype { found: String, allowed: &'static str },
     #[error("the shape is {found:?}, not [rows, layers, experts of a token]")]
     Shape { found: Vec<usize> },
-    #[error("the routes are {bytes} bytes, but the shape {shape:?} of {element} needs {needed_bytes}")]
+    #[error("the routes are {}, but the shape {shape:?} of {element} needs {needed_bytes}", counted(*bytes, "byte"))]
     Length { bytes: usize, shape: [usize; 3], element: Element, needed_bytes: u128 },
-    #[error("the routes are {bytes} bytes, not a multiple of the {row_bytes} bytes of a row")]
+    #[error("the routes are {}, not a multiple of the {row_bytes} bytes of a row", counted(*bytes, "byte"))]
     Ragged { bytes: usize, row_bytes: usize },
-    #[error("turn {turn}, position {position}: not {layers} lists of {top_k} integers, as the first row is")]
+    #[error(
+        "turn {turn}, position {position}: not {} of {}, as the first row is",
+        counted(*layers, "list"),
+        counted(*top_k, "integer")
+    )]
     RaggedList { turn: usize, position: usize, layers: usize, top_k: usize },
     #[error(
-        "the routes are of {found} layers, but the model has {n_layers} layers, {moe_layers} of them MoE layers"
+        "the routes are of {}, but the model has {}, {} among them",
+        counted(*found, "layer"),
+        counted(*n_layers, "layer"),
+        counted(*moe_layers, "MoE layer")
     )]
     Layers { found: usize, n_layers: usize, moe_layers: usize },
     #[error("the routes are of layers {found:?}, but the model's MoE layers are {expected:?}")]
     LayerIds { found: Vec<u32>, expected: Vec<u32> },
-    #[error("the routes are {found} experts of a token, but the model takes {expected}")]
+    #[error("the routes are of {} a token, but the model takes {expected}", counted(*found, "expert"))]
     TopK { found: usize, expected: usize },
-    #[error("the routes are over {found} experts, but the model has {expected}")]
+    #[error("the routes are over {}, but the model has {expected}", counted(*found, "expert"))]
     Experts { found: usize, expected: usize },
-    #[error("routes start at position {start}, but the {n_tokens} tokens have rows up to {end} only")]
+    #[error("routes start at position {start}, but the rows of {} end at {end}", counted(*n_tokens, "token"))]
     Start { start: usize, n_tokens: usize, end: usize },
     #[error("routes start at position {start}, which no token has")]
     StartBeyond { start: usize },
     #[error("this layout has no place for routes that start at position {start}")]
     StartUnsaid { start: usize },
     #[error(
-        "turn {turn}: routes have {rows} rows from position {start}, but the {n_tokens} tokens need {expected_rows}"
+        "turn {turn}: routes have {} from position {start} on, instead of {expected_rows} for {}",
+        counted(*rows, "row"),
+        counted(*n_tokens, "token")
     )]
     Rows { turn: usize, start: usize, rows: usize, expected_rows: usize, n_tokens: usize },
     #[error(
-        "turn {turn}, layer {layer}: expert 0 was sent for each of the {rows} positions from {position} on; \
-        the engine never captured this layer"
+        "turn {turn}, layer {layer}: nothing but expert 0 was sent for {} from {position} on; \
+        the engine never captured this layer",
+        counted(*rows, "position")
     )]
     NeverCaptured { turn: usize, layer: u32, position: usize, rows: usize },
     #[error("turn {turn}, layer {layer}, position {position}: the routes were never written")]
@@ -130,11 +142,17 @@ pub enum Fault {
     WeightEpoch { found: u64, expected: u64 },
     #[error("the routes are of the weights {found:016x}, not {expected:016x}")]
     ModelHash { found: u64, expected: u64 },
-    #[error("a prompt of {prompt_tokens} tokens, {cached_tokens} of them cached, in {n_tokens} tokens")]
+    #[error(
+        "a prompt of {}, {cached_tokens} of them cached, in {}",
+        counted(*prompt_tokens, "token"),
+        counted(*n_tokens, "token")
+    )]
     Prompt { prompt_tokens: usize, cached_tokens: usize, n_tokens: usize },
     #[error("the tokens differ from those sent at position {position}")]
     OtherTokens { position: usize },
-    #[error("`{key}` has {found} entries, but {expected} tokens follow the prompt")]
+    #[error(
+        "`{key}` has {} for {} after the prompt", counted(*found, "value"), counted(*expected, "token")
+    )]
     PerToken { key: &'static str, found: usize, expected: usize },
     #[error("turn {turn}: sampled positions {start} to {end} are not in order, or outside the completion")]
     Turn { turn: usize, start: usize, end: usize },

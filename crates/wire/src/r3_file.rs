@@ -9,6 +9,7 @@ use std::ops::Range;
 
 use base64::display::Base64Display;
 use base64::engine::general_purpose::STANDARD;
+use r3_core::count::counted;
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::rollout::{FinishReason, Reward};
 use r3_core::routes::{IdWidth, RouteRows, RouteView};
@@ -413,7 +414,7 @@ fn read_routes(routes: RoutesIn, tokens: Option<&[TokenId]>, sample: &Sample) ->
 
 fn check_written(validity: &[u8], rows: usize, layer: u32, sample: &Sample) -> Result<(), WireError> {
     if validity.len() != rows.div_ceil(8) {
-        let found = format!("{} bytes", validity.len());
+        let found = counted(validity.len(), "byte");
         return Err(sample.refuse(Fault::Key { key: "validity", found, needed: "a bit for each row" }));
     }
     match (0..rows).find(|row| validity[row / 8] >> (row % 8) & 1 == 0) {

@@ -9,6 +9,7 @@
 
 use base64::engine::general_purpose::STANDARD;
 use base64::{DecodeError, Engine};
+use r3_core::count::counted;
 use r3_core::routes::{RouteRows, RouteView};
 
 use crate::array::{Element, LayerAxis, write_all_layers};
@@ -67,7 +68,7 @@ pub(crate) fn decode(text: &str, sample: &Sample) -> Result<Vec<u8>, WireError> 
     STANDARD.decode(text).map_err(|error| {
         let reason = match error {
             DecodeError::InvalidByte(at, byte) => format!("byte {byte:#04x} at {at}"),
-            DecodeError::InvalidLength(length) => format!("{length} characters"),
+            DecodeError::InvalidLength(length) => counted(length, "character"),
             DecodeError::InvalidLastSymbol(at, byte) => {
                 format!("byte {byte:#04x} at {at}, the last, says too much")
             }

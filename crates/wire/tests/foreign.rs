@@ -186,7 +186,7 @@ fn what_an_answer_counts_of_all_its_choices_is_not_taken_for_one() {
     let records = read(Layout::Vllm, &counted).unwrap();
     assert_eq!(records.iter().map(Record::n_tokens).collect::<Vec<_>>(), [Some(4), Some(4)]);
     let only = json!({ "usage": { "prompt_tokens": 2, "completion_tokens": 4 }, "choices": [choices[0]] });
-    assert!(refusal_of(Layout::Vllm, &only).contains("3 rows from position 0, but the 6 tokens need 5"));
+    assert!(refusal_of(Layout::Vllm, &only).contains("3 rows from position 0 on, instead of 5 for 6 tokens"));
 }
 
 #[test]
@@ -195,7 +195,9 @@ fn tokens_in_one_piece_are_checked_and_stay_in_r3s_own_file() {
     let records = read(Layout::Lists, &line).unwrap();
     assert_eq!(records[0].tokens.as_deref(), Some(&[5, 6, 7, 8].map(TokenId)[..]));
     let short = with(line.clone(), "tokens", json!([5, 6, 7]));
-    assert!(refusal_of(Layout::Lists, &short).contains("3 rows from position 0, but the 3 tokens need 2"));
+    assert!(
+        refusal_of(Layout::Lists, &short).contains("3 rows from position 0 on, instead of 2 for 3 tokens")
+    );
     let beyond = with(line, "prompt_tokens", 5);
     assert!(refusal_of(Layout::Lists, &beyond).contains("a prompt of 5 tokens"));
     let sample = records[0].sample(Layout::Vllm, 0);
@@ -235,7 +237,7 @@ fn an_object_says_itself_where_its_rows_begin() {
         dtype: "uint8".into(),
     };
     let error = prime_rl::read(&payload, &model(), &Sample::new(Layout::PrimeRl, 0)).unwrap_err();
-    assert!(error.to_string().contains("each of the 1 positions from 5 on"), "{error}");
+    assert!(error.to_string().contains("nothing but expert 0 was sent for 1 position from 5 on"), "{error}");
 }
 
 #[test]
@@ -261,8 +263,8 @@ fn a_layout_is_guessed_where_it_can_be_no_other() {
 
 #[test]
 fn an_engine_that_never_captured_is_named() {
-    insta::assert_snapshot!(refusal(Layout::Vllm, VLLM_NEVER_CAPTURED), @r"
-    vLLM, sample 0: turn 0, layer 1: expert 0 was sent for each of the 3 positions from 0 on; the engine never captured this layer
+    insta::assert_snapshot!(refusal(Layout::Vllm, VLLM_NEVER_CAPTURED), @"
+    vLLM, sample 0: turn 0, layer 1: nothing but expert 0 was sent for 3 positions from 0 on; the engine never captured this layer
     hint: the MoE kernel in use captures nothing, as vLLM's on CPUs: choose another, or turn router replay off
     ");
 }
@@ -321,7 +323,7 @@ fn payloads_that_are_cut_or_of_another_shape_are_refused() {
         prime("dtype", "float32".into()),
         prime("dtype", "uint16".into()),
         prime("data", Value::Null),
-    ]), @r"
+    ]), @"
     vLLM, sample 0: the routes are 34 bytes, but the shape [3, 3, 2] of int16 needs 36
     vLLM, sample 0: not a NumPy array file: it ends inside its header
     vLLM, sample 0: the routes are not base64: the padding at its end
@@ -340,8 +342,8 @@ fn payloads_that_are_cut_or_of_another_shape_are_refused() {
     NeMo-RL, sample 0: the routes are 24 bytes, but the shape [99999999999, 99999999999, 99999999999] of int8 needs 999999999970000000000299999999999
     NeMo-RL, sample 0: turn 0, layer 2, position 3: expert 0 in the row of the last token, which is padding: 0 to K - 1
     prime-rl, sample 0: the shape is [3, 3], not [rows, layers, experts of a token]
-    prime-rl, sample 0: the routes are 3 experts of a token, but the model takes 2
-    prime-rl, sample 0: the routes are 3 experts of a token, but the model takes 2
+    prime-rl, sample 0: the routes are of 3 experts a token, but the model takes 2
+    prime-rl, sample 0: the routes are of 3 experts a token, but the model takes 2
     prime-rl, sample 0: expert ids are `float32`, not one of int8, uint8, int16, uint16, int32, uint32, int64
     prime-rl, sample 0: the routes are 18 bytes, but the shape [3, 3, 2] of uint16 needs 36
     prime-rl, sample 0: `routed_experts` is invalid type: null, expected a string, not an object of data, shape, start and dtype
@@ -369,14 +371,14 @@ fn routes_that_break_the_contract_are_refused_by_turn_layer_and_position() {
         refusal_of(Layout::PrimeRl, &with(answer(Layout::PrimeRl, prime_rl_object(PRIME_RL)), "prompt_token_ids", json!([6]))),
         refusal(Layout::PrimeRl, Value::Null),
         refusal_of(Layout::Sglang, &json!({ "output_ids": [7], "meta_info": {} })),
-    ]), @r"
+    ]), @"
     prime-rl, sample 0: turn 0, layer 1, position 0: expert 4 does not exist (the layer has 4)
     prime-rl, sample 0: turn 0, layer 1, position 1: expert 2 appears twice
     prime-rl, sample 0: turn 0, layer 0, position 1: expert 1 in a dense layer, which routes nothing
     prime-rl, sample 0: turn 0, layer 2, position 2: expert -2 does not exist (the layer has 4)
-    prime-rl, sample 0: turn 0: routes have 3 rows from position 1, but the 4 tokens need 2
-    prime-rl, sample 0: routes start at position 4, but the 4 tokens have rows up to 3 only
-    prime-rl, sample 0: turn 0: routes have 3 rows from position 0, but the 3 tokens need 2
+    prime-rl, sample 0: turn 0: routes have 3 rows from position 1 on, instead of 2 for 4 tokens
+    prime-rl, sample 0: routes start at position 4, but the rows of 4 tokens end at 3
+    prime-rl, sample 0: turn 0: routes have 3 rows from position 0 on, instead of 2 for 3 tokens
     prime-rl, sample 0: turn 0: `routed_experts` is missing
     SGLang, sample 0: turn 0: `routed_experts` is missing
     ");
@@ -397,15 +399,15 @@ fn lists_that_are_ragged_or_of_other_layers_are_refused() {
         rows(json!([[[3, 1], [0, 2]]])),
         rows("AAAA".into()),
         refusal_of(Layout::Lists, &layers),
-    ]), @r"
+    ]), @"
     lists, sample 0: turn 0, position 1: not 2 lists of 2 integers, as the first row is
     lists, sample 0: turn 0, position 1: not 2 lists of 2 integers, as the first row is
     lists, sample 0: turn 0, position 2: not 2 lists of 2 integers, as the first row is
     lists, sample 0: turn 0, position 1: not 2 lists of 2 integers, as the first row is
     lists, sample 0: turn 0, position 1: not 2 lists of 2 integers, as the first row is
-    lists, sample 0: the routes are of 0 layers, but the model has 3 layers, 2 of them MoE layers
+    lists, sample 0: the routes are of 0 layers, but the model has 3 layers, 2 MoE layers among them
     lists, sample 0: turn 0, layer 2, position 0: expert 4 does not exist (the layer has 4)
-    lists, sample 0: turn 0: routes have 1 rows from position 0, but the 4 tokens need 3
+    lists, sample 0: turn 0: routes have 1 row from position 0 on, instead of 3 for 4 tokens
     lists, sample 0: `routed_experts` is text, not lists
     lists, sample 0: the routes are of layers [0, 1], but the model's MoE layers are [1, 2]
     ");
@@ -429,14 +431,14 @@ fn another_model_than_the_one_that_sampled_is_refused() {
         of(4, &[1, 2, 3], 2, 4, Layout::NemoRl, NEMO_RL_MOE_LAYERS.into()),
         of(3, &[0, 2], 2, 4, Layout::R3, r3(R3)),
         of(3, &[1, 2], 2, 8, Layout::R3, r3(R3)),
-    ]), @r"
-    vLLM, sample 0: the routes are of 3 layers, but the model has 4 layers, 2 of them MoE layers
-    vLLM, sample 0: turn 0, layer 0: expert 0 was sent for each of the 3 positions from 0 on; the engine never captured this layer
+    ]), @"
+    vLLM, sample 0: the routes are of 3 layers, but the model has 4 layers, 2 MoE layers among them
+    vLLM, sample 0: turn 0, layer 0: nothing but expert 0 was sent for 3 positions from 0 on; the engine never captured this layer
     vLLM, sample 0: turn 0, layer 1, position 0: expert 3 in a dense layer, which routes nothing
-    vLLM, sample 0: the routes are 2 experts of a token, but the model takes 1
+    vLLM, sample 0: the routes are of 2 experts a token, but the model takes 1
     vLLM, sample 0: turn 0, layer 1, position 0: expert 3 does not exist (the layer has 3)
     SGLang, sample 0: the routes are 72 bytes, not a multiple of the 32 bytes of a row
-    NeMo-RL, sample 0: the routes are of 2 layers, but the model has 4 layers, 3 of them MoE layers
+    NeMo-RL, sample 0: the routes are of 2 layers, but the model has 4 layers, 3 MoE layers among them
     r3, sample 0: the routes are of layers [1, 2], but the model's MoE layers are [0, 2]
     r3, sample 0: the routes are over 4 experts, but the model has 8
     ");
@@ -495,13 +497,13 @@ fn lines_of_r3_that_contradict_themselves_are_refused() {
     r3, sample 0: turn 0: sampled positions 1 to 3 are not in order, or outside the completion
     r3, sample 0: turn 1: sampled positions 2 to 4 are not in order, or outside the completion
     r3, sample 0: turn 0: sampled positions 2 to 5 are not in order, or outside the completion
-    r3, sample 0: `logprobs` has 1 entries, but 2 tokens follow the prompt
+    r3, sample 0: `logprobs` has 1 value for 2 tokens after the prompt
     r3, sample 0: position 3: the logprob is inf
-    r3, sample 0: `versions` has 3 entries, but 2 tokens follow the prompt
+    r3, sample 0: `versions` has 3 values for 2 tokens after the prompt
     r3, sample 0: turn 0: sampled positions 2 to 4 are not in order, or outside the completion
     r3, sample 0: `rows` is 2, not the number of rows in `data`
-    r3, sample 0: turn 0: routes have 3 rows from position 1, but the 4 tokens need 2
-    r3, sample 0: routes start at position 18446744073709551615, but the 4 tokens have rows up to 3 only
+    r3, sample 0: turn 0: routes have 3 rows from position 1 on, instead of 2 for 4 tokens
+    r3, sample 0: routes start at position 18446744073709551615, but the rows of 4 tokens end at 3
     r3, sample 0: MoE layer 1 is listed after layer 2, but their ids ascend
     r3, sample 0: no layer is a MoE layer
     r3, sample 0: 5 of 4 experts a token do not exist: there are 1 to 65536, and a token takes 1 to all

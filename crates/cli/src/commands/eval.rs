@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use r3_core::count::counted;
 use r3_orchestrator::eval::evaluate;
 use r3_recipe::recipe::Recipe;
 use serde::Serialize;
@@ -56,8 +57,9 @@ impl Args {
             return output::print_json(&EvalLine { accuracy, problems, seconds });
         }
         output::print(&format!(
-            "{:.1} % of {problems} held-out problems in {seconds:.1} s\n",
-            100.0 * accuracy
+            "{:.1} % of {} in {seconds:.1} s\n",
+            100.0 * accuracy,
+            counted(problems, "held-out problem")
         ))
     }
 }

@@ -1,5 +1,6 @@
 //! `r3 sft`: a supervised warm start.
 
+use r3_core::count::counted;
 use r3_orchestrator::error::RunError;
 use r3_orchestrator::sft::sft;
 use r3_recipe::recipe::SftRecipe;
@@ -43,8 +44,10 @@ impl Args {
             None => String::new(),
         };
         output::print(&format!(
-            "wrote {out}: {} steps in {:.1} s, loss {:.4} nats a token{solved}\n",
-            outcome.steps, outcome.seconds, outcome.loss
+            "wrote {out}: {} in {:.1} s, loss {:.4} nats a token{solved}\n",
+            counted(outcome.steps, "step"),
+            outcome.seconds,
+            outcome.loss
         ))
     }
 }

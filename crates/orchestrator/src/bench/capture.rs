@@ -1,6 +1,7 @@
 //! `r3 bench routes --model`: engines that capture routes and engines that do not, tick by tick in turn over the same
 //! requests.
 
+use r3_core::count::counted;
 use r3_kernels::gemm::Dtype;
 use r3_kernels::numerics::Numerics;
 use r3_scheduler::request::Finished;
@@ -73,7 +74,9 @@ impl CaptureBench {
         let row = |name: &str, spread: &Spread| spread.row(name);
         [
             format!(
-                "{sequences} sequences of {prompt_tokens} + {new_tokens} tokens, {rounds} rounds on and off\n"
+                "{} of {prompt_tokens} + {new_tokens} tokens, {} on and off\n",
+                counted(*sequences, "sequence"),
+                counted(*rounds, "round")
             ),
             Spread::heading(),
             row("tokens/s, routes on", &self.tokens_per_second_on),

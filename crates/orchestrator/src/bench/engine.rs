@@ -1,5 +1,6 @@
 //! `r3 bench engine`: how fast an engine samples, and what share of the machine that takes.
 
+use r3_core::count::counted;
 use r3_kernels::gemm::Dtype;
 use r3_kernels::numerics::Numerics;
 use r3_recipe::rollout::Engine as EngineSection;
@@ -84,7 +85,9 @@ impl EngineBench {
         };
         [
             format!(
-                "{batch} sequences of {prompt} + {new} tokens, {dtype}, {numerics}, {routes} routes, {rounds} rounds\n"
+                "{} of {prompt} + {new} tokens, {dtype}, {numerics}, {routes} routes, {}\n",
+                counted(*batch, "sequence"),
+                counted(*rounds, "round")
             ),
             Spread::heading(),
             self.tokens_per_second.row("tokens/s"),

@@ -4,6 +4,7 @@ use std::hint::black_box;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use r3_core::count::counted;
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::rollout::{FinishReason, Reward, RolloutView};
 use r3_core::routes::{RouteDims, RouteRows, write_ids};
@@ -67,7 +68,7 @@ impl RingBench {
     pub fn table(&self) -> String {
         let Self { frame_bytes, frames, rounds, .. } = self;
         [
-            format!("{frames} frames of {frame_bytes} bytes, {rounds} rounds\n"),
+            format!("{} of {frame_bytes} bytes, {}\n", counted(*frames, "frame"), counted(*rounds, "round")),
             Spread::heading(),
             self.latency_us.row("latency, us"),
             self.frames_gb_per_s.row("encoded and decoded, GB/s"),

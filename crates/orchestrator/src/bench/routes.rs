@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
+use r3_core::count::counted;
 use r3_core::ids::{GroupId, PolicyVersion, SequenceId, TokenId};
 use r3_core::routes::{RouteDims, RouteRows};
 use r3_kernels::route_record::RouteRecord;
@@ -95,7 +96,7 @@ impl RoutesBench {
     pub fn table(&self) -> String {
         let Self { sequences, layers, top_k, experts, bytes_per_tick, .. } = self;
         format!(
-            "routes of {sequences} sequences, {layers} layers, {top_k} of {experts} experts: {bytes_per_tick} bytes a tick\n\
+            "routes of {}, {}, {top_k} of {}: {} a tick\n\
              microseconds a tick           median      min      max\n\
              capture                     {:>8.2} {:>8.2} {:>8.2}\n\
              \x20 router                    {:>8.2}\n\
@@ -103,6 +104,10 @@ impl RoutesBench {
              \x20 traces                    {:>8.2}\n\
              memcpy of the same bytes    {:>8.2} {:>8.2} {:>8.2}\n\
              copy loop per request       {:>8.2} {:>8.2} {:>8.2}\n",
+            counted(*sequences, "sequence"),
+            counted(*layers, "layer"),
+            counted(*experts, "expert"),
+            counted(*bytes_per_tick, "byte"),
             self.capture_us_per_tick,
             self.capture_us_min,
             self.capture_us_max,

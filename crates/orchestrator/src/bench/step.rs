@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use r3_core::count::counted;
 use r3_core::ids::{GroupId, PolicyVersion};
 use r3_engine::config::EngineConfig;
 use r3_engine::engine::Engine;
@@ -108,7 +109,8 @@ impl StepBench {
         [
             format!(
                 "{completions} completions, {group_size} of each prompt, {prompt} + {new} tokens, \
-                 rollout {dtype}, training {train_dtype}, {rounds} steps\n"
+                 rollout {dtype}, training {train_dtype}, {}\n",
+                counted(*rounds, "step")
             ),
             Spread::heading(),
             self.step_seconds.scaled(1e3).row("step, ms"),

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use r3_core::count::counted;
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
 use r3_core::rollout::{FinishReason, Reward, RolloutView};
 use r3_core::routes::RouteRows;
@@ -72,7 +73,11 @@ impl TrainBench {
         let Self { sequences, length, dtype, rounds, .. } = self;
         let milli = |spread: &Spread| spread.scaled(1e3);
         [
-            format!("{sequences} sequences of {length} tokens, {dtype}, {rounds} optimiser steps\n"),
+            format!(
+                "{sequences} sequences of {}, {dtype}, {}\n",
+                counted(*length, "token"),
+                counted(*rounds, "optimiser step")
+            ),
             Spread::heading(),
             self.tokens_per_second.row("tokens/s"),
             milli(&self.forward_seconds).row("forward and loss, ms"),

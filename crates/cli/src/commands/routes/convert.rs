@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
+use r3_core::count::counted;
 use r3_orchestrator::out_file::OutFile;
 use r3_wire::array::Element;
 use r3_wire::document;
@@ -119,7 +120,11 @@ impl Args {
         out.write(|out| out.write_all(&bytes))?;
         out.commit()?;
         let (n_samples, input) = (selected.len(), &file.input);
-        output::message(&format!("{input}: {n_samples} samples, from {} to {to}\n", file.layout));
+        output::message(&format!(
+            "{input}: {}, from {} to {to}\n",
+            counted(n_samples, "sample"),
+            file.layout
+        ));
         Ok(())
     }
 

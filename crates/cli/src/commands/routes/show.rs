@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 use std::ops::Range;
 use std::path::PathBuf;
 
+use r3_core::count::counted;
 use r3_wire::check::Sample;
 use r3_wire::load::LayerLoad;
 use r3_wire::record::{Record, RoutesView};
@@ -99,7 +100,7 @@ impl Args {
             let _ = write!(text, ", {finish}");
         }
         if let Some(tokens) = &record.tokens {
-            let _ = write!(text, ", {} tokens", tokens.len());
+            let _ = write!(text, ", {}", counted(tokens.len(), "token"));
         }
         if let Some(prompt) = record.prompt_tokens {
             let _ = write!(text, ", prompt of {prompt}");
@@ -116,12 +117,12 @@ impl Args {
         let end = header.start + routes.rows.rows();
         let _ = write!(
             text,
-            "\n  rows {}..{end}, coverage {}, {} MoE layers, {} of {} experts",
+            "\n  rows {}..{end}, coverage {}, {}, {} of {}",
             header.start,
             percent(record.coverage()),
-            dims.n_layers,
+            counted(dims.n_layers, "MoE layer"),
             dims.top_k,
-            dims.n_experts
+            counted(dims.n_experts, "expert")
         );
         if let Some(epoch) = header.weight_epoch {
             let _ = write!(text, ", weight epoch {epoch}");
@@ -289,9 +290,15 @@ impl Summary {
     }
 
     fn paragraph(&self, layer: Option<u32>, text: &mut String) {
-        let _ = writeln!(text, "\n{} samples, {} tokens, {} rows", self.samples, self.tokens, self.rows);
+        let _ = writeln!(
+            text,
+            "\n{}, {}, {}",
+            counted(self.samples, "sample"),
+            counted(self.tokens, "token"),
+            counted(self.rows, "row")
+        );
         if self.without_routes > 0 {
-            let _ = writeln!(text, "{} samples without routes", self.without_routes);
+            let _ = writeln!(text, "{} without routes", counted(self.without_routes, "sample"));
         }
         for load in self.loads.iter().flatten().filter(|load| layer.is_none_or(|asked| asked == load.layer)) {
             let busiest = load.busiest();
@@ -299,10 +306,10 @@ impl Summary {
             let max_vio = load.max_vio().map_or("-".into(), |max_vio| format!("{max_vio:.2}"));
             let _ = writeln!(
                 text,
-                "  layer {:<3} {:>3} of {} experts, busiest {busiest} with {} of choices, max_vio {max_vio} |{}|",
+                "  layer {:<3} {:>3} of {}, busiest {busiest} with {} of choices, max_vio {max_vio} |{}|",
                 load.layer,
                 load.n_used(),
-                load.counts.len(),
+                counted(load.counts.len(), "expert"),
                 percent(share),
                 load.histogram()
             );

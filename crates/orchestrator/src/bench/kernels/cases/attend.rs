@@ -2,6 +2,7 @@
 
 use std::hint::black_box;
 
+use r3_core::count::counted;
 use r3_kernels::attention::packed::{PackedAttention, PackedSequence};
 use r3_kernels::attention::split::split_attention;
 use r3_kernels::attention::{Heads, KvCache, PagedSequence, paged_attention};
@@ -52,7 +53,7 @@ impl Decode {
 pub(super) fn paged() -> Vec<Case> {
     let case = |(dtype, (sequences, context))| {
         let decode = Decode { heads: HEADS, dtype, sequences, context, numerics: Numerics::Exact };
-        decode.case(format!("{sequences} sequences, context {context}"))
+        decode.case(format!("{}, context {context}", counted(sequences, "sequence")))
     };
     pairs(&DTYPES, &[(1, 1024), (64, 160), (64, 1024)]).into_iter().map(case).collect()
 }
@@ -94,7 +95,7 @@ pub(super) fn packed() -> Vec<Case> {
         let pairs = sequences * length * (length + 1) / 2;
         let costs = (4 * pairs * n_heads * head_dim, (q.len() + 2 * kv.len()) * F32);
         let mut attention = PackedAttention::new(HEADS, Dtype::F32);
-        Case::new(format!("{sequences} sequences of {length}"), Dtype::F32, costs, move || {
+        Case::new(format!("{} of {length}", counted(sequences, "sequence")), Dtype::F32, costs, move || {
             attention.forward(black_box(&q), (&kv, &kv), &packed, black_box(&mut out));
         })
     };
