@@ -13,6 +13,7 @@ mod fixtures;
 pub mod greedy;
 pub mod group_buffer;
 pub mod handle;
+mod lock;
 mod memory;
 pub mod model_dir;
 pub mod out_file;

@@ -6,6 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use crate::error::{RunError, io_at};
+use crate::lock::Lock;
 
 /// What errors call stdout.
 pub const STDOUT: &str = "stdout";
@@ -19,8 +20,15 @@ pub const STDOUT: &str = "stdout";
 pub struct OutFile {
     writer: Writer,
     /// Where the results lie until they are whole.
-    partial: Option<PathBuf>,
+    partial: Option<Partial>,
     path: PathBuf,
+}
+
+/// A file beside the one that it becomes, held by this process: whoever has it may give it its name, or remove it.
+#[derive(Debug)]
+struct Partial {
+    path: PathBuf,
+    lock: Lock,
 }
 
 #[derive(Debug)]
@@ -47,8 +55,8 @@ impl OutFile {
             }
             Ok(_) if !overwrite => return Err(RunError::OutFileTaken { path: path.into() }),
             _ => {
-                let partial = partial_path(path);
-                (lock_empty(&partial, path)?, Some(partial))
+                let partial = Partial::hold(path, overwrite)?;
+                (partial.lock.file().try_clone().map_err(io_at(&partial.path))?, Some(partial))
             }
         };
         Ok(Self { writer: Writer::File(BufWriter::new(file)), partial, path: path.into() })
@@ -72,8 +80,8 @@ impl OutFile {
     /// If that fails; what had the name before is still there then.
     pub fn commit(mut self) -> Result<(), RunError> {
         if let (Writer::File(writer), Some(partial)) = (&self.writer, &self.partial) {
-            writer.get_ref().sync_all().map_err(io_at(partial))?;
-            fs::rename(partial, &self.path).map_err(io_at(&self.path))?;
+            writer.get_ref().sync_all().map_err(io_at(&partial.path))?;
+            fs::rename(&partial.path, &self.path).map_err(io_at(&self.path))?;
             self.partial = None;
         }
         Ok(())
@@ -83,7 +91,7 @@ impl OutFile {
 impl Drop for OutFile {
     fn drop(&mut self) {
         if let Some(partial) = &self.partial {
-            let _ = fs::remove_file(partial); // What cannot be removed still does not read as whole.
+            let _ = fs::remove_file(&partial.path); // What cannot be removed still does not read as whole.
         }
     }
 }
@@ -95,27 +103,36 @@ fn partial_path(path: &Path) -> PathBuf {
     path.with_file_name(name)
 }
 
-/// The file at `partial`, which becomes `path`, held by this process; what a killed one left in it is gone.
-fn lock_empty(partial: &Path, path: &Path) -> Result<File, RunError> {
-    let open = File::options().create(true).truncate(false).write(true).open(partial);
-    let file = open.map_err(io_at(partial))?;
-    match file.try_lock() {
-        Ok(()) => {}
-        Err(TryLockError::WouldBlock) => return Err(RunError::OutFileBusy { path: path.into() }),
-        Err(TryLockError::Error(source)) => return Err(RunError::Io { path: partial.into(), source }),
+impl Partial {
+    /// The file that becomes `path`, empty: what a killed process left in it is gone.
+    fn hold(path: &Path, overwrite: bool) -> Result<Self, RunError> {
+        let partial = partial_path(path);
+        let open = File::options().create(true).truncate(false).write(true).open(&partial);
+        let lock = match Lock::take(open.map_err(io_at(&partial))?) {
+            Ok(lock) => lock,
+            Err(TryLockError::WouldBlock) => return Err(RunError::OutFileBusy { path: path.into() }),
+            Err(TryLockError::Error(source)) => return Err(RunError::Io { path: partial, source }),
+        };
+        // Who held it may have given it its name between our opening and locking it: then it is not ours to empty.
+        let is_ours = |found: fs::Metadata, held: fs::Metadata| found.ino() == held.ino();
+        let (found, held) = (fs::metadata(&partial), lock.file().metadata());
+        if !found.and_then(|found| Ok(is_ours(found, held?))).is_ok_and(|is_ours| is_ours) {
+            return Err(RunError::OutFileBusy { path: path.into() });
+        }
+        // Or before our opening: then there are results that nobody wanted to lose. From now on nobody else gives the name.
+        if !overwrite && path.exists() {
+            let _ = fs::remove_file(&partial); // It is empty, and does not read as whole.
+            return Err(RunError::OutFileTaken { path: path.into() });
+        }
+        lock.file().set_len(0).map_err(io_at(&partial))?;
+        Ok(Self { path: partial, lock })
     }
-    // Who held it may have given it its name between our opening and locking it: then it is not ours to empty.
-    let is_ours = |found: fs::Metadata, held: fs::Metadata| found.ino() == held.ino();
-    let (found, held) = (fs::metadata(partial), file.metadata());
-    if !found.and_then(|found| Ok(is_ours(found, held?))).is_ok_and(|is_ours| is_ours) {
-        return Err(RunError::OutFileBusy { path: path.into() });
-    }
-    file.set_len(0).map_err(io_at(partial))?;
-    Ok(file)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use tempfile::TempDir;
 
     use super::*;
@@ -171,6 +188,41 @@ mod tests {
         say(&mut file, "new");
         file.commit().unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "new");
+    }
+
+    #[test]
+    fn results_that_came_after_the_first_look_are_not_written_over_unasked() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out.jsonl");
+        fs::write(&path, "another process has just been done").unwrap();
+        let error = Partial::hold(&path, false).unwrap_err();
+        assert!(matches!(error, RunError::OutFileTaken { .. }), "{error}");
+        assert_eq!(names(&dir), ["out.jsonl"]);
+        Partial::hold(&path, true).unwrap();
+    }
+
+    #[test]
+    fn of_several_that_begin_at_once_one_writes_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        for round in 0..50 {
+            let path = dir.path().join(format!("{round}.jsonl"));
+            let write = || {
+                let mut file = OutFile::open(&path, false)?;
+                say(&mut file, "whole");
+                file.commit()
+            };
+            let results: Vec<_> = thread::scope(|scope| {
+                let writers: Vec<_> = (0..4).map(|_| scope.spawn(write)).collect();
+                writers.into_iter().map(|writer| writer.join().unwrap()).collect()
+            });
+            let written = results.iter().filter(|result| result.is_ok()).count();
+            let refused = |error: &RunError| {
+                matches!(error, RunError::OutFileTaken { .. } | RunError::OutFileBusy { .. })
+            };
+            assert!(results.iter().filter_map(|result| result.as_ref().err()).all(refused), "{results:?}");
+            assert_eq!(written, 1, "{results:?}");
+        }
+        assert_eq!(names(&dir).len(), 50);
     }
 
     #[test]

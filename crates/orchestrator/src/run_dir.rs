@@ -5,6 +5,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use crate::error::{RunError, io_at};
+use crate::lock::Lock;
 
 /// Locked by the process that runs here; empty, and never removed.
 const LOCK: &str = ".lock";
@@ -19,16 +20,7 @@ pub(crate) const RECIPE: &str = "recipe.yaml";
 #[derive(Debug)]
 pub(crate) struct RunDir {
     path: PathBuf,
-    /// The lock ends with the file, also when the process is killed.
-    lock: File,
-}
-
-impl Drop for RunDir {
-    /// Closing would leave the lock to a child that another thread has just forked, until that executes its program.
-    fn drop(&mut self) {
-        // What cannot be unlocked is closed in a moment.
-        let _ = self.lock.unlock();
-    }
+    _lock: Lock,
 }
 
 impl RunDir {
@@ -40,8 +32,8 @@ impl RunDir {
         fs::create_dir_all(path).map_err(io_at(path))?;
         let at = path.join(LOCK);
         let file = File::options().create(true).append(true).open(&at).map_err(io_at(&at))?;
-        match file.try_lock() {
-            Ok(()) => Ok(Self { path: path.to_path_buf(), lock: file }),
+        match Lock::take(file) {
+            Ok(lock) => Ok(Self { path: path.to_path_buf(), _lock: lock }),
             Err(TryLockError::WouldBlock) => Err(RunError::OutBusy { path: path.to_path_buf() }),
             Err(TryLockError::Error(source)) => Err(RunError::Io { path: at, source }),
         }
@@ -136,8 +128,6 @@ mod tests {
     fn a_directory_has_one_run_at_a_time() {
         let (dir, run_dir) = run_dir();
         assert!(matches!(RunDir::lock(dir.path()), Err(RunError::OutBusy { .. })));
-        // As a child has between fork and exec.
-        let _inherited = run_dir.lock.try_clone().unwrap();
         drop(run_dir);
         RunDir::lock(dir.path()).unwrap();
     }
