@@ -13,7 +13,7 @@ use crate::autograd::training::{factor_names, takes_low_rank};
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::export::{F32Tensor, write_json, write_safetensors};
-use crate::source::{TensorSource, canonical_tensors, check_finite};
+use crate::source::{TensorSource, canonical_tensors, check_run};
 
 /// Name of r3's own file in a checkpoint.
 pub const FILE: &str = "lora.safetensors";
@@ -103,7 +103,7 @@ impl Adapter {
             }
             let (numbers, _) = view.data().as_chunks::<4>();
             let values: Vec<f32> = numbers.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
-            check_finite(&name, &values)?;
+            check_run(&name, 0, &values)?;
             factors.push((name, Factor { shape: view.shape().to_vec(), values }));
         }
         let rank = usize::try_from(rank).map_err(|error| broken(error.to_string()))?;

@@ -161,7 +161,7 @@ impl Policy {
     /// Reads every tensor of `source` as f32, to compute with the default precision.
     ///
     /// # Errors
-    /// If a tensor cannot be read or is not finite.
+    /// If a tensor cannot be read.
     pub fn load(source: &dyn TensorSource, config: &ModelConfig) -> Result<Self, ModelError> {
         let mut tape = Tape::new(config);
         let weights = in_team(|| Weights::load(&mut tape, config, source))?;

@@ -5,7 +5,7 @@ use r3_kernels::router::{RouterConfig, Routing};
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::source::{Lent, SELECTION_BIAS, TensorSource, check_finite};
+use crate::source::{Lent, SELECTION_BIAS, TensorSource};
 
 /// What runs the operations of [`crate::forward::forward`].
 ///
@@ -129,11 +129,10 @@ impl<'a> Named<'a> {
     /// Its values, in memory of their own.
     ///
     /// # Errors
-    /// If they cannot be read or are not finite.
+    /// If they cannot be read.
     pub fn read(self) -> Result<Vec<f32>, ModelError> {
         let mut values = Vec::new();
         self.source.read(self.name, &mut values)?;
-        check_finite(self.name, &values)?;
         Ok(values)
     }
 
@@ -142,9 +141,10 @@ impl<'a> Named<'a> {
     /// # Errors
     /// As [`Self::read`].
     pub fn values(self) -> Result<Lent<'a>, ModelError> {
-        let Some(values) = self.source.lend(self.name) else { return Ok(Box::new(self.read()?)) };
-        check_finite(self.name, &values)?;
-        Ok(values)
+        match self.source.lend(self.name) {
+            Some(values) => Ok(values),
+            None => Ok(Box::new(self.read()?)),
+        }
     }
 }
 
@@ -213,7 +213,7 @@ impl<E: BuildWeights> Weights<E> {
     /// Reads every tensor of `source` into executor `exec`'s own form.
     ///
     /// # Errors
-    /// If a tensor cannot be read or is not finite.
+    /// If a tensor cannot be read.
     pub fn load(exec: &mut E, config: &ModelConfig, source: &dyn TensorSource) -> Result<Self, ModelError> {
         let mut reader = Reader { exec, config, source };
         let embed = reader.matrix("model.embed_tokens", [config.vocab_size, config.hidden_size], false)?;

@@ -1,7 +1,6 @@
 //! Weights as named f32 tensors: the one language of disk, trainer and engine.
 
 use std::ops::Deref;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use r3_kernels::cast::narrow_bf16;
@@ -16,6 +15,9 @@ use crate::error::ModelError;
 /// Somewhere weights can be read from, by canonical name (see [`canonical_tensors`]).
 pub trait TensorSource: Sync {
     /// Reads tensor `name` into `out`, row-major f32, replacing what was there.
+    ///
+    /// What comes from outside is checked here, where it is in a cache: whoever reads a file refuses what is not finite.
+    /// What an optimiser made is checked where it is hashed, by [`hash_finite_tensors`].
     ///
     /// # Errors
     /// If the tensor does not exist or cannot be read.
@@ -219,22 +221,7 @@ pub fn model_hash(hashes: &[TensorHash]) -> u64 {
     hasher.digest()
 }
 
-/// Refuses a tensor with a NaN or an infinity in it.
-///
-/// # Errors
-/// The first such element.
-pub fn check_finite(name: &str, values: &[f32]) -> Result<(), ModelError> {
-    let finite = AtomicBool::new(true);
-    let runs: Vec<&[f32]> = values.chunks(CHECK_RUN).collect();
-    parallel::for_each(runs.len(), CHECK_WORK * values.len(), |run| {
-        if !is_finite(runs[run]) {
-            finite.store(false, Ordering::Relaxed); // Read when all have ended.
-        }
-    });
-    if finite.into_inner() { Ok(()) } else { check_run(name, 0, values) }
-}
-
-/// [`check_finite`] of those values of a tensor that start with number `first`.
+/// Refuses the first NaN or infinity among those values of a tensor that start with number `first`.
 pub(crate) fn check_run(name: &str, first: usize, values: &[f32]) -> Result<(), ModelError> {
     if is_finite(values) {
         return Ok(());
@@ -249,12 +236,6 @@ pub(crate) fn check_run(name: &str, first: usize, values: &[f32]) -> Result<(), 
 fn is_finite(values: &[f32]) -> bool {
     values.iter().fold(true, |finite, value| finite & value.is_finite())
 }
-
-/// Values that one task checks.
-const CHECK_RUN: usize = 1 << 16;
-
-/// Multiply-adds that checking a value takes, about.
-const CHECK_WORK: usize = 8;
 
 #[cfg(test)]
 mod tests {
@@ -392,13 +373,13 @@ mod tests {
         let config = mixed_config();
         let mut held = Held::new(&config);
         let name = "model.layers.0.self_attn.q_proj.weight";
-        let mut values = vec![1.0; 3 * CHECK_RUN];
-        for (at, value) in [(CHECK_RUN + 7, f32::NAN), (2 * CHECK_RUN, f32::INFINITY)] {
+        let mut values = vec![1.0; 3 * HASH_CHUNK];
+        for (at, value) in [(HASH_CHUNK + 7, f32::NAN), (2 * HASH_CHUNK, f32::INFINITY)] {
             values[at] = value;
         }
-        held.0.insert(name.into(), values.clone());
+        held.0.insert(name.into(), values);
         held.0.get_mut("model.norm.weight").unwrap()[0] = f32::NAN;
-        let expected = format!("tensor `{name}` is NaN at element {}", CHECK_RUN + 7);
+        let expected = format!("tensor `{name}` is NaN at element {}", HASH_CHUNK + 7);
         for threads in [1, 2, 5] {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             pool.install(|| {
@@ -406,8 +387,6 @@ mod tests {
                     let refused = hash_finite_tensors(&config, &held, dtype).unwrap_err();
                     assert_eq!(refused.to_string(), expected, "{threads} threads");
                 }
-                assert_eq!(check_finite(name, &values).unwrap_err().to_string(), expected);
-                assert!(check_finite(name, &values[..CHECK_RUN + 7]).is_ok());
             });
         }
         held = Held::new(&config);
