@@ -105,7 +105,7 @@ fn experts(c: &mut Criterion) {
             b.iter(|| {
                 let (x, gates) = (&mut x_grad[..], &mut gates_grad[..]);
                 let grads = ExpertGrads {
-                    x,
+                    x: Some(x),
                     gates,
                     gate_up: WeightGradient::Whole(&mut gate_up_grad),
                     down: WeightGradient::Whole(&mut down_grad),
@@ -145,7 +145,7 @@ fn attention(c: &mut Criterion) {
     let mut packed = PackedAttention::new(HEADS, Dtype::F32);
     group.bench_function("packed_backward/2_of_256", |b| {
         b.iter(|| {
-            let out = [&mut q_grad[..], &mut k_grad, &mut v_grad];
+            let out = [&mut q_grad, &mut k_grad, &mut v_grad].map(|grad| Some(&mut grad[..]));
             packed.backward([&q, &kv, &kv], &[PackedSequence::whole(256); 2], black_box(&grad), out);
         });
     });

@@ -139,7 +139,7 @@ proptest! {
             let mut out: Vec<Vec<f32>> = v.iter().map(|input| vec![0.0; input.len()]).collect();
             let [x, gates, gate_up, down] = &mut out[..] else { unreachable!("four inputs") };
             let [gate_up, down] = [gate_up, down].map(|grad| WeightGradient::Whole(grad));
-            let grads = ExpertGrads { x, gates, gate_up, down };
+            let grads = ExpertGrads { x: Some(x), gates, gate_up, down };
             let [x, gates, gate_up, down] = v else { unreachable!("four inputs") };
             let (dtype, lengths) = (Dtype::F32, &[n_tokens][..]);
             let operands = ExpertOperands { x, gates, gate_up, down, width, inter, dtype, lengths };
@@ -206,7 +206,7 @@ proptest! {
             let mut both = [WeightGradient::Frozen, WeightGradient::Frozen];
             both[usize::from(of_down)] = WeightGradient::LowRank { factors, a, b };
             let [gate_up, down] = both;
-            let grads = ExpertGrads { x, gates, gate_up, down };
+            let grads = ExpertGrads { x: Some(x), gates, gate_up, down };
             let [gate_up, down] = merged(v);
             let (x, gates, gate_up, down) = (&v[0], &v[1], &gate_up, &down);
             let (dtype, lengths) = (Dtype::F32, &[n_tokens][..]);
@@ -262,8 +262,9 @@ proptest! {
         let backward = |v: &[Vec<f32>], grad: &[f32]| {
             let mut out: Vec<Vec<f32>> = v.iter().map(|input| vec![0.0; input.len()]).collect();
             let [q, k, v_grad] = &mut out[..] else { unreachable!("three inputs") };
+            let grads = [q, k, v_grad].map(|grad| Some(&mut grad[..]));
             let qkv = [&v[0][..], &v[1], &v[2]];
-            PackedAttention::new(heads, Dtype::F32).backward(qkv, &sequences, grad, [q, k, v_grad]);
+            PackedAttention::new(heads, Dtype::F32).backward(qkv, &sequences, grad, grads);
             out
         };
         let kv = t * n_kv_heads * head_dim;

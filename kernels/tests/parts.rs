@@ -100,7 +100,7 @@ proptest! {
             let operands = ExpertOperands { x, gates, gate_up, down, width, inter, dtype, lengths };
             let (x, gates) = (&mut x_grad[..], &mut gates_grad[..]);
             let (gate_up, down) = (WeightGradient::Whole(gate_up_grad), WeightGradient::Whole(down_grad));
-            trace.backward(&operands, &grad, ExpertGrads { x, gates, gate_up, down });
+            trace.backward(&operands, &grad, ExpertGrads { x: Some(x), gates, gate_up, down });
             let n_tokens = lengths.iter().sum::<usize>();
             for t in 0..n_tokens {
                 of_tokens.extend(rows(&x_grad, width, &(t..t + 1)));

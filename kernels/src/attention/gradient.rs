@@ -26,26 +26,27 @@ pub(super) struct Operands<'a> {
     pub(super) grad: &'a [f32],
 }
 
-/// Gradients of queries, keys and values. The gradient passes through the rounding of keys and values to bf16 as if it
-/// were not there.
-pub(super) fn backward(operands: &Operands<'_>, sequences: &[PackedSequence], out: [&mut [f32]; 3]) {
+/// Gradients of queries, keys and values, where they are wanted. The gradient passes through the rounding of keys and
+/// values to bf16 as if it were not there.
+pub(super) fn backward(operands: &Operands<'_>, sequences: &[PackedSequence], out: [Option<&mut [f32]>; 3]) {
     let heads = operands.heads;
-    let [q_grad, k_grad, v_grad] = out.map(Disjoint::new);
+    let wanted = out.each_ref().map(Option::is_some);
+    let [q_grad, k_grad, v_grad] = out.map(|out| Disjoint::new(out.unwrap_or_default()));
     let paged = operands.attention.plain.paged(sequences);
     let units = units(sequences);
     let work = sequences.iter().map(|one| one.n_own * one.len() * 5 * heads.query_len()).sum();
     parallel::for_each(units.len() * heads.n_kv_heads, work, |i| {
         let (unit, kv_head) = (&units[i / heads.n_kv_heads], i % heads.n_kv_heads);
         BUFFERS.with_borrow_mut(|buffers| {
-            for grad in [&mut buffers.k_grad, &mut buffers.v_grad] {
+            for (grad, wanted) in [(&mut buffers.k_grad, wanted[1]), (&mut buffers.v_grad, wanted[2])] {
                 grad.clear();
-                grad.resize(unit.n_tokens * heads.head_dim, 0.0);
+                grad.resize(if wanted { unit.n_tokens * heads.head_dim } else { 0 }, 0.0);
             }
             let mut start = 0;
             for at in unit.sequences.clone() {
                 let table = Table { blocks: paged[at].blocks, block_tokens: LANES };
                 let PackedSequence { n_shared, n_own } = sequences[at];
-                let job = Job { operands, kv_head, table };
+                let job = Job { operands, kv_head, table, wanted };
                 let tokens = Tokens { first: unit.first_token + start, start, n_shared, n_own };
                 backward_sequence(&job, tokens, buffers, &q_grad);
                 start += n_own;
@@ -90,6 +91,8 @@ struct Job<'a> {
     operands: &'a Operands<'a>,
     kv_head: usize,
     table: Table<'a>,
+    /// Which gradients are: of queries, keys, values.
+    wanted: [bool; 3],
 }
 
 /// The own tokens of one sequence.
@@ -107,11 +110,11 @@ struct Tokens {
 /// Buffers of a task, grown to the largest unit and kept.
 #[derive(Default)]
 struct Buffers {
-    /// Of the unit's tokens, `[n_tokens, hd]`.
+    /// Of the unit's tokens, `[n_tokens, hd]`; empty if it is not wanted.
     k_grad: Vec<f32>,
     /// As `k_grad`.
     v_grad: Vec<f32>,
-    /// Of one pass, `[R, hd]`: scaled queries, gradients of the outputs, gradients of the queries.
+    /// Of one pass, `[R, hd]`: scaled queries, gradients of the outputs, gradients of the queries if they are wanted.
     queries: Vec<f32>,
     out_grads: Vec<f32>,
     q_grads: Vec<f32>,
@@ -183,11 +186,11 @@ fn walk<I: Isa, E: Element>(
             buffers.out_grads.extend_from_slice(&job.operands.grad[row]);
         }
         match n {
-            8 => backward_pass::<I, E, 8, 2>(views, (rows, first), tokens, buffers),
-            4 => backward_pass::<I, E, 4, 1>(views, (rows, first), tokens, buffers),
-            3 => backward_pass::<I, E, 3, 1>(views, (rows, first), tokens, buffers),
-            2 => backward_pass::<I, E, 2, 1>(views, (rows, first), tokens, buffers),
-            _ => backward_pass::<I, E, 1, 1>(views, (rows, first), tokens, buffers),
+            8 => backward_pass::<I, E, 8, 2>(views, (rows, first), tokens, buffers, job.wanted),
+            4 => backward_pass::<I, E, 4, 1>(views, (rows, first), tokens, buffers, job.wanted),
+            3 => backward_pass::<I, E, 3, 1>(views, (rows, first), tokens, buffers, job.wanted),
+            2 => backward_pass::<I, E, 2, 1>(views, (rows, first), tokens, buffers, job.wanted),
+            _ => backward_pass::<I, E, 1, 1>(views, (rows, first), tokens, buffers, job.wanted),
         }
         for (r, row) in buffers.q_grads.chunks_exact(heads.head_dim).enumerate() {
             // SAFETY: tasks are distinct pairs of unit and kv head, and the range is such a pair's.
@@ -208,6 +211,7 @@ fn backward_pass<I: Isa, E: Element, const R: usize, const T: usize>(
     (rows, first): (Rows, usize),
     tokens: Tokens,
     buffers: &mut Buffers,
+    [wants_q, wants_k, wants_v]: [bool; 3],
 ) {
     let stride = buffers.probabilities.len() / MAX_PASS;
     let n_keys = rows.n_keys(first + R - 1);
@@ -224,15 +228,21 @@ fn backward_pass<I: Isa, E: Element, const R: usize, const T: usize>(
         buffers.probabilities[r * stride + n_whole..(r + 1) * stride].fill(0.0);
     }
     buffers.q_grads.clear();
-    buffers.q_grads.resize(R * view.head_dim, 0.0);
-    swapped.add_weighted::<I, R>(&buffers.score_grads, stride, 0..n_keys, &mut buffers.q_grads);
+    if wants_q {
+        buffers.q_grads.resize(R * view.head_dim, 0.0);
+        swapped.add_weighted::<I, R>(&buffers.score_grads, stride, 0..n_keys, &mut buffers.q_grads);
+    }
     let Buffers { k_grad, v_grad, queries, out_grads, probabilities, score_grads, .. } = buffers;
     // Where the gradients of positions lie: shared ones at the unit's beginning, the others at the sequence's own.
     let places = [(0..tokens.n_shared, 0), (tokens.n_shared..n_keys, tokens.start)];
     for (positions, row) in places {
         let at = row * view.head_dim;
-        add_outer::<I, R>((score_grads, stride), queries, positions.clone(), &mut k_grad[at..]);
-        add_outer::<I, R>((probabilities, stride), out_grads, positions, &mut v_grad[at..]);
+        if wants_k {
+            add_outer::<I, R>((score_grads, stride), queries, positions.clone(), &mut k_grad[at..]);
+        }
+        if wants_v {
+            add_outer::<I, R>((probabilities, stride), out_grads, positions, &mut v_grad[at..]);
+        }
     }
 }
 

@@ -72,8 +72,8 @@ impl PackedAttention {
     }
 
     /// Gradients of [`Self::forward`] of the same operands from `grad` `[T, H, hd]`: `out` are those of `q`, `k` and `v`,
-    /// overwritten whole. Those of a shared key or value are one sum over the queries of all sequences that see it, in
-    /// order.
+    /// overwritten whole; `None` is not computed. Those of a shared key or value are one sum over the queries of all
+    /// sequences that see it, in order.
     ///
     /// # Panics
     /// If the shapes do not fit, or a sequence shares more than its leader has.
@@ -82,17 +82,15 @@ impl PackedAttention {
         qkv: [&[f32]; 3],
         sequences: &[PackedSequence],
         grad: &[f32],
-        out: [&mut [f32]; 3],
+        out: [Option<&mut [f32]>; 3],
     ) {
         let [q, k, v] = qkv;
         let n_tokens: usize = sequences.iter().map(|sequence| sequence.n_own).sum();
         let (queries, kv) = (n_tokens * self.heads.query_len(), n_tokens * self.heads.kv_len());
         assert_eq!(qkv.map(<[f32]>::len), [queries, kv, kv], "operands are [{n_tokens}, heads, hd]");
-        assert_eq!(
-            (grad.len(), out.each_ref().map(|out| out.len())),
-            (queries, [queries, kv, kv]),
-            "gradients fit"
-        );
+        assert_eq!(grad.len(), queries, "the gradient is [{n_tokens}, H, hd]");
+        let fits = |(out, len): (&Option<&mut [f32]>, usize)| out.as_ref().is_none_or(|out| out.len() == len);
+        assert!(out.iter().zip([queries, kv, kv]).all(fits), "gradients have the shapes of operands");
         // The second cache holds values where keys belong and keys where values do: `grad . v_p` is then a score, and
         // the gradient of a query a weighted sum.
         self.plain.fill(sequences, k, v);

@@ -4,6 +4,7 @@ use std::panic::catch_unwind;
 
 use candle_core::{D, Device, Tensor, Var};
 use half::bf16;
+use proptest::array::uniform3;
 use proptest::prelude::{Strategy, prop_assert, prop_assert_eq, proptest};
 use proptest::sample::select;
 
@@ -349,9 +350,16 @@ fn gradients(inputs: &Inputs) -> [Vec<f32>; 3] {
 }
 
 fn gradients_in(inputs: &Inputs, dtype: Dtype) -> [Vec<f32>; 3] {
+    gradients_of_some(inputs, dtype, [true; 3])
+}
+
+/// Of those of queries, keys and values that are wanted; the others are not touched.
+fn gradients_of_some(inputs: &Inputs, dtype: Dtype, wanted: [bool; 3]) -> [Vec<f32>; 3] {
     let operands = [&inputs.q[..], &inputs.k, &inputs.v];
     let mut out = operands.map(|x| vec![f32::NAN; x.len()]);
-    let grads = out.each_mut().map(Vec::as_mut_slice);
+    let [q, k, v] = &mut out;
+    let some = |at: usize, out| if wanted[at] { Some(out) } else { None };
+    let grads = [some(0, &mut q[..]), some(1, &mut k[..]), some(2, &mut v[..])];
     PackedAttention::new(inputs.heads, dtype).backward(
         operands,
         &alone(&inputs.lengths),
@@ -510,6 +518,17 @@ proptest! {
     }
 
     #[test]
+    fn a_gradient_has_the_same_bits_whichever_others_are_wanted(
+        inputs in inputs_strategy(), dtype in select(vec![Dtype::F32, Dtype::Bf16]),
+        wanted in uniform3(select(vec![false, true])),
+    ) {
+        let (all, some) = (gradients_in(&inputs, dtype), gradients_of_some(&inputs, dtype, wanted));
+        for at in (0..3).filter(|&at| wanted[at]) {
+            prop_assert_eq!(bits(&some[at]), bits(&all[at]));
+        }
+    }
+
+    #[test]
     fn gradients_of_what_is_shared_are_those_of_all_who_share_it(unit in shared_strategy()) {
         let heads = unit.whole.heads;
         let [q_len, kv_len] = [heads.query_len(), heads.kv_len()];
@@ -522,7 +541,7 @@ proptest! {
         }
         let gradients = |operands: [&[f32]; 3], sequences: &[PackedSequence], pull: &[f32]| {
             let mut out = operands.map(|x| vec![f32::NAN; x.len()]);
-            let grads = out.each_mut().map(Vec::as_mut_slice);
+            let grads = out.each_mut().map(|out| Some(&mut out[..]));
             PackedAttention::new(heads, Dtype::F32).backward(operands, sequences, pull, grads);
             out
         };

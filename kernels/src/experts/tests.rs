@@ -110,6 +110,11 @@ impl Layer {
     /// The trainer's forward, and its gradients of `sum(y * upstream)` with respect to all four; what was traced before
     /// does not show.
     fn trained(&self, dtype: Dtype) -> (Vec<f32>, [Vec<f32>; 4]) {
+        self.trained_above(dtype, true)
+    }
+
+    /// The same, where what is below the experts may not learn: the gradient of `x` is not touched then.
+    fn trained_above(&self, dtype: Dtype, x_learns: bool) -> (Vec<f32>, [Vec<f32>; 4]) {
         let (experts, choice) = (self.packed(dtype), self.choice());
         let mut trace = ExpertTrace::default();
         let mut y = vec![f32::NAN; self.x.len()];
@@ -132,6 +137,7 @@ impl Layer {
                 .map(|(values, before)| vec![before; values.len()]);
         let [x, gates, gate_up, down] = &mut grads;
         let [gate_up, down] = [gate_up, down].map(|grad| WeightGradient::Whole(grad));
+        let x = x_learns.then_some(&mut x[..]);
         trace.backward(&operands, &noise(self.x.len(), 6), ExpertGrads { x, gates, gate_up, down });
         (y, grads)
     }
@@ -220,6 +226,17 @@ proptest! {
         let layer = Layer::new(n_tokens, top_k, dims);
         let expected = layer.forward(&layer.packed(dtype), &mut ExpertScratch::default());
         prop_assert_eq!(bits(&layer.trained(dtype).0), bits(&expected));
+    }
+
+    #[test]
+    fn gradients_are_the_same_to_the_bit_where_nothing_below_learns(
+        (n_tokens, top_k, dims) in layer(), dtype in dtype()
+    ) {
+        let layer = Layer::new(n_tokens, top_k, dims);
+        let [expected, got] = [true, false].map(|x_learns| layer.trained_above(dtype, x_learns).1);
+        for (got, expected) in got[1..].iter().zip(&expected[1..]) {
+            prop_assert_eq!(bits(got), bits(expected));
+        }
     }
 
     #[test]

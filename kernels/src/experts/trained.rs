@@ -71,9 +71,9 @@ impl ExpertTrace {
         assert_eq!((gates.len(), grad.len()), (n_rows, x.len()), "gates are [T, K], the gradient is [T, D]");
         let row_gates = dispatch.to_rows(gates);
         let mut row_gates_grad = vec![0.0; n_rows];
-        let mut rows_grad = Scratch::<f32>::take(n_rows * width);
+        let mut rows_grad = out.x.is_some().then(|| Scratch::<f32>::take(n_rows * width));
         let parts = Parts {
-            rows: Disjoint::new(&mut rows_grad),
+            rows: rows_grad.as_mut().map(|rows| Disjoint::new(rows)),
             gates: Disjoint::new(&mut row_gates_grad),
             gate_up: Stack::new(out.gate_up),
             down: Stack::new(out.down),
@@ -84,7 +84,9 @@ impl ExpertTrace {
             }
         });
         out.gates.copy_from_slice(&dispatch.to_pairs(&row_gates_grad));
-        dispatch.combine(&rows_grad, None, width, out.x);
+        if let (Some(x), Some(rows_grad)) = (out.x, &rows_grad) {
+            dispatch.combine(rows_grad, None, width, x);
+        }
     }
 
     /// One expert's share, on this thread. `downᵀ grad` serves two gradients: an answer is `down act`, so `answer .
@@ -100,8 +102,10 @@ impl ExpertTrace {
         let rows = self.dispatch.expert_rows(expert);
         let lengths = self.dispatch.lengths_of(rows.clone(), lengths);
         let len = inter * width;
-        // SAFETY: experts share no row, and each is visited once.
-        let row_grads = unsafe { parts.rows.part(rows.start * width..rows.end * width) };
+        let row_grads = parts.rows.as_ref().map(|parts| {
+            // SAFETY: experts share no row, and each is visited once.
+            unsafe { parts.part(rows.start * width..rows.end * width) }
+        });
         // SAFETY: as above.
         let gates_grad = unsafe { parts.gates.part(rows.clone()) };
         let n_experts = self.dispatch.n_experts();
@@ -131,7 +135,9 @@ impl ExpertTrace {
         scale_rows(&row_gates[rows.clone()], inter, &mut act_grad);
         add_outer(&gathered, &act, inter, down_grad);
         silu_mul_backward_rows(hidden, &act_grad, inter, &mut hidden_grad);
-        rows_times(&hidden_grad, gate_up, width, row_grads);
+        if let Some(row_grads) = row_grads {
+            rows_times(&hidden_grad, gate_up, width, row_grads);
+        }
         self.dispatch.gather(x, width, rows, &mut gathered);
         add_outer(&hidden_grad, &gathered, width, gate_up_grad);
     }
@@ -162,8 +168,8 @@ pub struct ExpertOperands<'a> {
 /// Where gradients go.
 #[derive(Debug)]
 pub struct ExpertGrads<'a> {
-    /// `[T, D]`, replaced.
-    pub x: &'a mut [f32],
+    /// `[T, D]`, replaced; `None` where nothing below learns.
+    pub x: Option<&'a mut [f32]>,
     /// `[T, K]`, replaced.
     pub gates: &'a mut [f32],
     /// Of `[E, 2 I, D]`, added to.
@@ -174,7 +180,7 @@ pub struct ExpertGrads<'a> {
 
 /// The same, cut among the experts.
 struct Parts<'a> {
-    rows: Disjoint<'a, f32>,
+    rows: Option<Disjoint<'a, f32>>,
     gates: Disjoint<'a, f32>,
     gate_up: Stack<'a>,
     down: Stack<'a>,

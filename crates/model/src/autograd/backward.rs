@@ -169,12 +169,14 @@ impl Backward<'_> {
     }
 
     fn attend(&mut self, tape: &mut Tape, qkv: [NodeId; 3], grad: &Rows) {
-        let mut grads = qkv.map(|id| tape.fresh_grad(id));
+        let mut grads = qkv.map(|id| tape.nodes[id.0].learns.then(|| tape.fresh_grad(id)));
         let values = qkv.map(|id| tape.nodes[id.0].rows.values());
-        let out = grads.each_mut().map(Rows::values_mut);
+        let out = grads.each_mut().map(|grad| grad.as_mut().map(Rows::values_mut));
         tape.attention.backward(values, &self.attend.sequences, grad.values(), out);
         for (id, grad) in qkv.into_iter().zip(grads) {
-            tape.set_grad(id, grad);
+            if let Some(grad) = grad {
+                tape.set_grad(id, grad);
+            }
         }
     }
 
@@ -208,7 +210,8 @@ impl Backward<'_> {
         (experts, trace): (ExpertsId, &ExpertTrace),
         grad: &Rows,
     ) -> Result<(), ModelError> {
-        let (mut x_grad, mut gates_grad) = (tape.fresh_grad(x), tape.fresh_grad(gates));
+        let mut x_grad = tape.nodes[x.0].learns.then(|| tape.fresh_grad(x));
+        let mut gates_grad = tape.fresh_grad(gates);
         let [gate_up, down] = tape.params.expert_params(experts);
         let dims = tape.params.expert_dims(experts)?;
         let (gate_up_values, down_values) = (tape.params.values(gate_up)?, tape.params.values(down)?);
@@ -228,10 +231,13 @@ impl Backward<'_> {
         let at = down.first().unwrap_or(gradients.len());
         let (before, after) = gradients.split_at_mut(at);
         let (gate_up, down) = (gate_up.gradient(before, 0), down.gradient(after, at));
-        let out = ExpertGrads { x: x_grad.values_mut(), gates: gates_grad.values_mut(), gate_up, down };
+        let x_out = x_grad.as_mut().map(Rows::values_mut);
+        let out = ExpertGrads { x: x_out, gates: gates_grad.values_mut(), gate_up, down };
         trace.backward(&operands, grad.values(), out);
         drop((gate_up_values, down_values));
-        tape.set_grad(x, x_grad);
+        if let Some(x_grad) = x_grad {
+            tape.set_grad(x, x_grad);
+        }
         tape.set_grad(gates, gates_grad);
         Ok(())
     }
