@@ -173,8 +173,16 @@ fn a_killed_run_and_an_interrupted_run_resume_as_if_nothing_had_happened() {
 
 /// What a job script does when its run may have died before: `--resume` if it left anything.
 fn start_or_resume(dir: &Path) -> Process {
-    let is_begun = ["metrics.jsonl", "recipe.yaml"].iter().any(|name| dir.join("out").join(name).exists());
+    let is_begun = dir.join("out/.lock").exists();
     Process::start(dir, if is_begun { &["--resume"] } else { &[] })
+}
+
+/// What lies in the directory of a run.
+fn names(dir: &Path) -> Vec<String> {
+    let entries = fs::read_dir(dir.join("out")).unwrap();
+    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
 }
 
 /// Kills `process` after `delay`, if it has not ended by then; says whether it was killed.
@@ -210,12 +218,14 @@ fn a_run_killed_at_twenty_random_moments_ends_with_the_bits_of_one_that_was_not(
             n_kills += 1;
         } else {
             assert_same_run(dir.path(), whole.path());
+            assert_eq!(names(dir.path()), names(whole.path()));
             dir = tempfile::tempdir().unwrap();
         }
     }
     let (status, said) = start_or_resume(dir.path()).end();
     assert_eq!(status.code(), Some(0), "{said}");
     assert_same_run(dir.path(), whole.path());
+    assert_eq!(names(dir.path()), names(whole.path()));
 }
 
 /// Rollouts in flight at every refit: of twelve groups five sequences run at a time, and six groups are trained on.
@@ -327,8 +337,11 @@ fn a_run_is_resumed_with_a_changed_recipe_unless_its_checkpoint_would_lose_its_m
 fn a_directory_with_checkpoints_is_neither_overwritten_nor_resumed_unasked() {
     let dir = tempfile::tempdir().unwrap();
     let recipe = recipe(dir.path(), &["run.steps=1", "eval.problems=0"]);
-    let error = in_process(&recipe, None, true).expect_err("nothing is there");
-    assert!(matches!(error, RunError::NothingToResume { .. }), "{error}");
+    for _ in 0..2 {
+        let error = in_process(&recipe, None, true).expect_err("nothing is there");
+        assert!(matches!(error, RunError::NothingToResume { .. }), "{error}");
+        assert!(!dir.path().join("out").exists(), "a refusal leaves nothing to resume");
+    }
     in_process(&recipe, None, false).unwrap();
     let error = in_process(&recipe, None, false).expect_err("a run is there");
     assert!(matches!(error, RunError::OutTaken { .. }), "{error}");
@@ -337,14 +350,25 @@ fn a_directory_with_checkpoints_is_neither_overwritten_nor_resumed_unasked() {
 
 #[test]
 fn a_run_that_died_before_its_first_checkpoint_is_resumed_from_its_start() {
-    let (dead, whole) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let whole = tempfile::tempdir().unwrap();
     let changes = ["run.steps=1", "eval.problems=0"];
-    fs::create_dir_all(dead.path().join("out/step-000002.tmp")).unwrap();
-    fs::write(dead.path().join("out/metrics.jsonl"), "{\"half a li").unwrap();
-    in_process(&recipe(dead.path(), &changes), None, true).unwrap();
     in_process(&recipe(whole.path(), &changes), None, false).unwrap();
-    assert_eq!(measured(dead.path()), measured(whole.path()));
-    assert!(!dead.path().join("out/step-000002.tmp").exists());
+    for left in [&[".lock"][..], &["metrics.jsonl", "step-000002.tmp/"], &["step-000002.tmp/"]] {
+        let dead = tempfile::tempdir().unwrap();
+        let out = dead.path().join("out");
+        fs::create_dir(&out).unwrap();
+        for name in left {
+            match name.strip_suffix('/') {
+                Some(name) => fs::create_dir(out.join(name)).unwrap(),
+                None => {
+                    fs::write(out.join(name), if *name == ".lock" { "" } else { "{\"half a li" }).unwrap()
+                }
+            }
+        }
+        in_process(&recipe(dead.path(), &changes), None, true).unwrap();
+        assert_eq!(measured(dead.path()), measured(whole.path()), "{left:?}");
+        assert!(!out.join("step-000002.tmp").exists());
+    }
 }
 
 /// Judges by a function, and counts.
@@ -448,6 +472,22 @@ fn weights(dir: &Path) -> Vec<(String, Vec<f32>)> {
         (name, values)
     };
     canonical_tensors(checkpoint.config()).into_iter().map(read).collect()
+}
+
+#[test]
+fn an_update_that_overflows_a_weight_is_the_run_that_diverged() {
+    let dir = tempfile::tempdir().unwrap();
+    let changes =
+        ["train.lr=3e38", "train.mini_steps=1", "eval.problems=0", "run.save_every=1", "run.steps=1"];
+    let error = in_process(&recipe(dir.path(), &changes), None, false).expect_err("no weight is finite");
+    assert_eq!(error.exit_class(), ExitClass::Diverged, "{error}");
+    let said = error.to_string();
+    assert!(
+        said.starts_with("the weight `model.") && said.ends_with("in the step after version 0"),
+        "{said}"
+    );
+    assert!(error.hint().contains("`train.lr`"), "{}", error.hint());
+    assert_eq!(names(dir.path()), [".lock", "metrics.jsonl", "recipe.yaml"]);
 }
 
 #[test]

@@ -246,6 +246,16 @@ fn a_warm_start_writes_a_model() {
 }
 
 #[test]
+fn a_warm_start_that_has_nowhere_to_go_is_refused_before_its_first_step() {
+    let directory = Directory::with_model();
+    directory.write("file", "");
+    for out in ["file", "file/inside"] {
+        let said = directory.refused(&["sft", "sft.yaml", "--set", &format!("run.out={out}")]);
+        assert!(said.contains(&format!("error: cannot use {out}")) && !said.contains("step"), "{said}");
+    }
+}
+
+#[test]
 fn both_sides_score_alike_and_replay_what_was_chosen() {
     let directory = Directory::with_model();
     directory.write("tokens.jsonl", "{\"tokens\": [8, 11, 14, 7, 12, 18]}\n{\"tokens\": [8, 9]}\n");

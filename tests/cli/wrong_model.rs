@@ -86,6 +86,22 @@ fn truncated_weights() {
 
     hint: the file is truncated or corrupt: copy or download it again
     ");
+    directory.write(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:4665a5\nsize 16304\n");
+    assert_snapshot!(refused(&directory), @r"
+    exit 2
+    error: model/model.safetensors is a Git LFS pointer and not the file itself
+
+    hint: fetch what it points to with `git lfs pull`, or download the model again
+    ");
+    fs::remove_file(directory.path(WEIGHTS)).unwrap();
+    directory.write("model/model.safetensors.index.json", "{");
+    assert_snapshot!(refused(&directory), @r"
+    exit 2
+    error: model/model.safetensors.index.json is not valid JSON
+      caused by: EOF while parsing an object at line 1 column 1
+
+    hint: fix model.safetensors.index.json or export the model again
+    ");
 }
 
 #[test]

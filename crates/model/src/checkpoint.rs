@@ -51,6 +51,9 @@ impl Stored {
     }
 }
 
+/// How a file begins that stands for one in Git LFS, where that was not fetched; as a header it would have 2 EB.
+const LFS_POINTER: &[u8; 8] = b"version ";
+
 impl Checkpoint {
     /// Opens `dir` and checks that it holds exactly the tensors its `config.json` implies.
     ///
@@ -94,6 +97,9 @@ impl Checkpoint {
             return Err(broken(format!("it is only {file_bytes} bytes long")));
         }
         file.read_exact_at(&mut prefix, 0).map_err(read)?;
+        if prefix == *LFS_POINTER {
+            return Err(ModelError::LfsPointer { path });
+        }
         let header_bytes = u64::from_le_bytes(prefix);
         if header_bytes > file_bytes - 8 {
             return Err(broken(format!("its header says {header_bytes} bytes, the file has {file_bytes}")));

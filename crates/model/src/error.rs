@@ -18,6 +18,8 @@ pub enum ModelError {
     ModelType { path: PathBuf, model_type: String },
     #[error("{} is not a whole safetensors file: {reason}", path.display())]
     Safetensors { path: PathBuf, reason: String },
+    #[error("{} is a Git LFS pointer and not the file itself", path.display())]
+    LfsPointer { path: PathBuf },
     #[error("{}: no model.safetensors and no model.safetensors.index.json", dir.display())]
     NoWeights { dir: PathBuf },
     #[error("{}: tensor `{name}` is missing", dir.display())]
@@ -50,9 +52,15 @@ impl ModelError {
             }
             Self::Read { .. } => "check that the file exists and is readable".into(),
             Self::Write { .. } => "free some space or choose another directory; nothing was replaced".into(),
-            Self::Json { .. } | Self::Config { .. } => "fix config.json or export the model again".into(),
+            Self::Json { path, .. } | Self::Config { path, .. } => {
+                let file = path.file_name().unwrap_or_default().to_string_lossy();
+                format!("fix {file} or export the model again")
+            }
             Self::ModelType { .. } => "r3 runs `qwen3_moe` and `dots1` models".into(),
             Self::Safetensors { .. } => "the file is truncated or corrupt: copy or download it again".into(),
+            Self::LfsPointer { .. } => {
+                "fetch what it points to with `git lfs pull`, or download the model again".into()
+            }
             Self::NoWeights { .. } => "r3 reads safetensors only; convert other formats first".into(),
             Self::Missing { .. } | Self::Surplus { .. } | Self::Shape { .. } => {
                 "config.json and the weights do not belong together: check both come from one model".into()

@@ -204,7 +204,7 @@ impl RunError {
                     "set `{key}` back to {then}, or start a new run from the checkpoint with `model.path`"
                 )
             }
-            Self::Io { .. } => "check that the path exists, is writable and has room".into(),
+            Self::Io { source, .. } => io_hint(source).into(),
             Self::PendingPrompt { .. } => {
                 "resume with the problems that the run was started with, or start a new run".into()
             }
@@ -309,9 +309,27 @@ fn could_be(key: &str) -> &'static str {
     if key == "train.freeze" { "of the model" } else { "that takes an update of low rank" }
 }
 
-/// A path that is wrong is its author's to change; room, memory and threads are the machine's.
+/// Linux's numbers of two errors that the standard library has no kind for: too many open files, of the machine and of this process.
+const ENFILE: i32 = 23;
+const EMFILE: i32 = 24;
+
+/// Whether this process or the whole machine may open no more files.
+fn is_out_of_files(error: &io::Error) -> bool {
+    error.raw_os_error().is_some_and(|code| [ENFILE, EMFILE].contains(&code))
+}
+
+fn io_hint(error: &io::Error) -> &'static str {
+    match error.kind() {
+        _ if is_out_of_files(error) => "raise `ulimit -n`, or end what holds files open",
+        ErrorKind::WouldBlock | ErrorKind::OutOfMemory => "raise `ulimit -u` and `ulimit -v`, or free memory",
+        _ => "check that the path exists, is writable and has room",
+    }
+}
+
+/// A path that is wrong is its author's to change; room, memory, files and threads are the machine's.
 fn io_class(error: &io::Error) -> ExitClass {
     match error.kind() {
+        _ if is_out_of_files(error) => ExitClass::Machine,
         ErrorKind::StorageFull
         | ErrorKind::QuotaExceeded
         | ErrorKind::ReadOnlyFilesystem
@@ -384,6 +402,8 @@ mod tests {
             (ExitClass::Usage, io(ErrorKind::PermissionDenied)),
             (ExitClass::Machine, io(ErrorKind::StorageFull)),
             (ExitClass::Machine, io(ErrorKind::WouldBlock)),
+            (ExitClass::Machine, RunError::Io { path: path(), source: io::Error::from_raw_os_error(EMFILE) }),
+            (ExitClass::Machine, RunError::Io { path: path(), source: io::Error::from_raw_os_error(ENFILE) }),
             (ExitClass::Usage, RunError::RunState { path: path(), source: json() }),
             (ExitClass::Usage, RunError::PendingFrame { path: path(), source: FrameError::Misaligned }),
             (

@@ -1,6 +1,7 @@
 //! Model directories: found, made from nothing, and exported.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use r3_kernels::gemm::Dtype;
@@ -124,6 +125,25 @@ pub(crate) fn has_weights(dir: &Path) -> bool {
 
 /// Says which shard holds which tensor.
 const INDEX: &str = "model.safetensors.index.json";
+
+/// Makes sure that a model can be written into `out`, for those who have to train it first. Leaves no trace there.
+///
+/// # Errors
+/// If `out` is not a directory, cannot be made one, or takes no files.
+pub(crate) fn check_place(out: &Path) -> Result<(), RunError> {
+    fs::create_dir_all(out).map_err(io_at(out))?;
+    let probe = out.join(PROBE);
+    match fs::create_dir(&probe) {
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(io_at(out)(error)),
+        _ => fs::remove_dir(&probe).map_err(io_at(&probe))?,
+    }
+    // A directory that holds files stays.
+    let _ = fs::remove_dir(out);
+    Ok(())
+}
+
+/// Made and removed to see whether a directory takes files.
+const PROBE: &str = ".probe";
 
 /// Where files wait, inside the directory they are for, until all are there.
 const UNFINISHED: &str = ".unfinished";

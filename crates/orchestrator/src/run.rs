@@ -8,8 +8,11 @@ use std::thread;
 use std::time::Instant;
 
 use r3_core::count::counted;
+use r3_core::ids::PolicyVersion;
+use r3_engine::error::EngineError;
 use r3_engine::memory::MemoryBudget;
 use r3_kernels::gemm::Dtype;
+use r3_model::error::ModelError;
 use r3_model::export::{Companions, write_weights};
 use r3_recipe::bytes::Bytes;
 use r3_recipe::recipe::Recipe;
@@ -23,6 +26,7 @@ use r3_telemetry::summary::RunSummary;
 use r3_telemetry::telemetry::{Telemetry, TelemetryConfig};
 use r3_train::batch::Batch;
 use r3_train::checkpoint::{Checkpoints, Position, TrainerState, verify};
+use r3_train::error::TrainError;
 use r3_train::optimiser::OptimiserConfig;
 use r3_train::trainer::{Stage, StepStats, Trainer};
 
@@ -160,7 +164,7 @@ impl<'a> Run<'a> {
         let began = Instant::now();
         let (run, out) = (&recipe.run, &recipe.run.out);
         let checkpoints = Checkpoints::new(out.clone(), run.keep_last).keeping_best(run.keep_best);
-        let dir = RunDir::lock(out)?;
+        let dir = if options.resume { RunDir::lock_again(out)? } else { RunDir::lock(out)? };
         let resumed = find_resumed(recipe, &checkpoints, &dir, options)?;
         let model_dir = resumed.as_deref().unwrap_or(&recipe.model.path);
         let config = r3_model::config::ModelConfig::load(model_dir)?;
@@ -294,7 +298,8 @@ impl<'a> Run<'a> {
     fn refit(&mut self) -> Result<Served, RunError> {
         let start = Instant::now();
         let weights = self.trainer.weights()?;
-        let refit = self.worker.refit(weights, self.trainer.version())?;
+        let version = self.trainer.version();
+        let refit = self.worker.refit(weights, version).map_err(|error| diverged(error, version))?;
         let (version, epoch, changed) = (refit.report.version.0, refit.report.epoch, refit.report.changed);
         tracing::debug!(version, epoch, changed, in_flight = refit.n_rollouts, "refit");
         Ok(Served { refit, seconds: start.elapsed().as_secs_f64() })
@@ -389,8 +394,10 @@ impl<'a> Run<'a> {
             companions.write(dir)?;
             trainer.write_optimiser(dir)?;
             adapter.iter().try_for_each(|adapter| adapter.write(dir))?;
-            pending.write(dir).and_then(|()| state.write(dir)).map_err(|source| {
-                r3_train::error::TrainError::Write { path: dir.to_path_buf(), needed_bytes: 0, source }
+            pending.write(dir).and_then(|()| state.write(dir)).map_err(|source| TrainError::Write {
+                path: dir.to_path_buf(),
+                needed_bytes: 0,
+                source,
             })
         })?;
         self.saved_step = Some(self.step);
@@ -401,6 +408,17 @@ impl<'a> Run<'a> {
     fn finish(self) -> Result<RunOutcome, RunError> {
         let summary = RunSummary::new(&self.records, self.began.elapsed().as_secs_f64());
         Ok(RunOutcome { records: self.records, summary })
+    }
+}
+
+/// Weights that are not finite are the update's that led to `version`: nobody else has had them.
+fn diverged(error: RunError, version: PolicyVersion) -> RunError {
+    match error {
+        RunError::Engine(EngineError::Model(ModelError::NotFinite { name, .. })) => {
+            let tensor = format!("the weight `{name}`");
+            TrainError::NonFinite { tensor, version: PolicyVersion(version.0.saturating_sub(1)) }.into()
+        }
+        other => other,
     }
 }
 
@@ -482,8 +500,7 @@ fn find_resumed(
                 tracing::warn!("resuming with `{key}: {now}` instead of {then}");
             }
         }
-        None if dir.is_taken()? => tracing::warn!("the run had no checkpoint yet and starts over"),
-        None => return Err(RunError::NothingToResume { path: recipe.run.out.clone() }),
+        None => tracing::warn!("the run had no checkpoint yet and starts over"),
     }
     dir.discard_unfinished()?;
     Ok(latest)

@@ -44,12 +44,16 @@ impl RunDir {
         self.path.join(name)
     }
 
-    /// Whether a run left anything here.
+    /// Locks the directory of a run that was begun before. It may have died while it loaded its model, and left no more than
+    /// the lock.
     ///
     /// # Errors
-    /// If the directory cannot be read.
-    pub(crate) fn is_taken(&self) -> Result<bool, RunError> {
-        Ok([METRICS, RECIPE].iter().any(|name| self.join(name).exists()) || !self.checkpoints()?.is_empty())
+    /// As [`Self::lock`], or if no run was ever begun in `path`, which is left as it is.
+    pub(crate) fn lock_again(path: &Path) -> Result<Self, RunError> {
+        if path.join(LOCK).exists() || is_taken(path)? {
+            return Self::lock(path);
+        }
+        Err(RunError::NothingToResume { path: path.to_path_buf() })
     }
 
     /// Refuses to start a run over what another one left, or, with `overwrite`, over the files it starts from.
@@ -58,13 +62,13 @@ impl RunDir {
     /// If the directory holds a run, or `overwrite` would remove one of `sources`.
     pub(crate) fn check_free(&self, overwrite: bool, sources: &[&Path]) -> Result<(), RunError> {
         if !overwrite {
-            return if self.is_taken()? {
+            return if is_taken(&self.path)? {
                 Err(RunError::OutTaken { path: self.path.clone() })
             } else {
                 Ok(())
             };
         }
-        let discarded = self.checkpoints()?;
+        let discarded = checkpoints(&self.path)?;
         for &source in sources {
             let Ok(model) = source.canonicalize() else { continue };
             let is_lost = |dir: &PathBuf| dir.canonicalize().is_ok_and(|dir| model.starts_with(dir));
@@ -81,7 +85,17 @@ impl RunDir {
     /// # Errors
     /// If a checkpoint cannot be removed.
     pub(crate) fn discard_checkpoints(&self) -> Result<(), RunError> {
-        self.checkpoints()?.iter().try_for_each(|dir| fs::remove_dir_all(dir).map_err(io_at(dir)))
+        self.condemn_checkpoints()?;
+        self.discard_unfinished()
+    }
+
+    /// Gives all of them the names of unfinished ones, so that a process killed while they are removed leaves none that
+    /// could be resumed from.
+    fn condemn_checkpoints(&self) -> Result<(), RunError> {
+        self.discard_unfinished()?;
+        checkpoints(&self.path)?
+            .iter()
+            .try_for_each(|dir| fs::rename(dir, dir.with_added_extension("tmp")).map_err(io_at(dir)))
     }
 
     /// Removes checkpoints that a killed process did not finish.
@@ -89,29 +103,34 @@ impl RunDir {
     /// # Errors
     /// If one cannot be removed.
     pub(crate) fn discard_unfinished(&self) -> Result<(), RunError> {
-        let unfinished = self.checkpoints()?.into_iter().filter(|dir| dir.extension().is_some());
+        let unfinished = checkpoints(&self.path)?.into_iter().filter(|dir| dir.extension().is_some());
         unfinished.into_iter().try_for_each(|dir| fs::remove_dir_all(&dir).map_err(io_at(&dir)))
     }
+}
 
-    /// Directories named `step-000010` or `step-000010.tmp`.
-    fn checkpoints(&self) -> Result<Vec<PathBuf>, RunError> {
-        let entries = match fs::read_dir(&self.path) {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
-            entries => entries.map_err(io_at(&self.path))?,
-        };
-        let mut found = Vec::new();
-        for entry in entries {
-            let entry = entry.map_err(io_at(&self.path))?;
-            let name = entry.file_name().to_string_lossy().into_owned();
-            let digits = name.strip_prefix("step-").map(|rest| rest.strip_suffix(".tmp").unwrap_or(rest));
-            let is_numbered = digits
-                .is_some_and(|digits| digits.len() >= 6 && digits.bytes().all(|byte| byte.is_ascii_digit()));
-            if is_numbered && entry.path().is_dir() {
-                found.push(entry.path());
-            }
+/// Whether a run left anything in `path`.
+fn is_taken(path: &Path) -> Result<bool, RunError> {
+    Ok([METRICS, RECIPE].iter().any(|name| path.join(name).exists()) || !checkpoints(path)?.is_empty())
+}
+
+/// Directories named `step-000010` or `step-000010.tmp`.
+fn checkpoints(path: &Path) -> Result<Vec<PathBuf>, RunError> {
+    let entries = match fs::read_dir(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(io_at(path))?,
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(io_at(path))?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let digits = name.strip_prefix("step-").map(|rest| rest.strip_suffix(".tmp").unwrap_or(rest));
+        let is_numbered = digits
+            .is_some_and(|digits| digits.len() >= 6 && digits.bytes().all(|byte| byte.is_ascii_digit()));
+        if is_numbered && entry.path().is_dir() {
+            found.push(entry.path());
         }
-        Ok(found)
     }
+    Ok(found)
 }
 
 #[cfg(test)]
@@ -156,8 +175,10 @@ mod tests {
         fs::write(dir.path().join("step-000009"), "a file").unwrap();
         run_dir.discard_unfinished().unwrap();
         assert!(dir.path().join("step-000002").exists() && !dir.path().join("step-000003.tmp").exists());
+        run_dir.condemn_checkpoints().unwrap();
+        assert!(!dir.path().join("step-000002").exists() && dir.path().join("step-000002.tmp").exists());
         run_dir.discard_checkpoints().unwrap();
-        assert!(!dir.path().join("step-000002").exists() && dir.path().join("step-000009").exists());
+        assert!(!dir.path().join("step-000002.tmp").exists() && dir.path().join("step-000009").exists());
         assert!(kept.iter().all(|name| dir.path().join(name).exists()));
     }
 

@@ -61,6 +61,7 @@ pub fn sft(recipe: &SftRecipe, overwrite: bool, shutdown: &Shutdown) -> Result<S
         if model_dir::has_weights(out) && !overwrite {
             return Err(RunError::OutTaken { path: out.clone() });
         }
+        model_dir::check_place(out)?;
         let progress = Progress::stderr();
         let (config, policy, source_dir, tokenizer_path) = load_model(recipe, &progress)?;
         let task = TaskParts::load(&recipe.task, tokenizer_path, config.vocab_size, None)?;
@@ -123,7 +124,7 @@ fn train(
                 recipe.sft.steps, stats.load_balance, stats.grad_norm, stats.lr
             ));
         }
-        if shutdown.is_requested() {
+        if shutdown.is_requested() && step < recipe.sft.steps {
             return Err(RunError::Discarded { step });
         }
     }

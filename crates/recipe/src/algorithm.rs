@@ -5,9 +5,11 @@ use serde::{Deserialize, Serialize};
 
 /// The algorithm, in YAML `dapo: { clip_low: 0.2, clip_high: 0.28 }`; what any of them may add is `objective`'s.
 ///
-/// Each names an advantage, a ratio, a surrogate and a mean. Unless it says otherwise, the advantage is GRPO's, `A = (R
-/// - mean) / (std + 1e-6)` over the group with `std` over `G - 1`, and exactly 0 when all rewards are equal; the ratio
-/// is a token's, `r = exp(policy - old)`; and what is minimised is the mean of `-min(r A, clip(r) A)`.
+/// Each names an advantage, a ratio, a surrogate and a mean. Unless it says otherwise, the advantage is GRPO's, `A =
+/// (R - mean) / (std + 1e-6)` over the group with `std` over `G - 1`, and exactly 0 when all rewards are equal; the
+/// ratio is a token's, `r = exp(policy - old)`; and what is minimised is the mean of `-min(r A, clip(r) A)`. Groups
+/// whose rewards are all equal have no gradient and are left out of the mean, and with them what `objective.overlong`,
+/// `objective.kl` and `objective.entropy_coef` would have taught; REINFORCE++ without a baseline keeps them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Algorithm {
@@ -68,7 +70,7 @@ pub struct Dapo {
     pub clip_low: f64,
     /// The ratio is clipped from above at `1 + clip_high`; above 0.
     pub clip_high: f64,
-    /// Leaves out groups whose rewards are all equal, and samples more prompts in their place; off by default.
+    /// Samples more prompts in place of groups whose rewards are all equal; off by default.
     pub dynamic_sampling: Option<DynamicSampling>,
     /// Lowers the reward of completions near the length limit; off by default.
     pub overlong: Option<Overlong>,
@@ -161,8 +163,8 @@ pub enum Baseline {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct DynamicSampling {
-    /// Batches of `rollout.groups` prompts sampled at most for one batch to train on, the first included: 1 only
-    /// leaves groups out. When they are used up, the step trains on the groups there are.
+    /// Batches of `rollout.groups` prompts sampled at most for one batch to train on, the first included: 1 samples
+    /// no others. When they are used up, the step trains on the groups there are.
     pub max_batches: usize,
 }
 

@@ -76,12 +76,13 @@ impl Limit {
             Self::Positive | Self::Divisor if value <= 0.0 => "above 0".into(),
             Self::Divisor => "in the range 3e-39 to 3e38".into(),
             Self::NotNegative if value < 0.0 => "at least 0".into(),
+            Self::AboveOne if value as f32 <= 1.0 => "above 1".into(),
+            Self::OneOrMore if value < 1.0 => "at least 1".into(),
+            Self::AboveOne | Self::OneOrMore => "in the range of f32, up to 3e38".into(),
             Self::Positive | Self::NotNegative => "in the range of f32, 1e-45 to 3e38".into(),
             Self::Share => "from 0 to 1".into(),
             Self::PositiveShare => "above 0 and at most 1".into(),
             Self::BelowOne => "at least 0 and below 1".into(),
-            Self::AboveOne => "above 1".into(),
-            Self::OneOrMore => "at least 1".into(),
         }
     }
 }
@@ -102,7 +103,12 @@ pub struct Bound {
 impl fmt::Display for Bound {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { path, value, limit, .. } = self;
-        write!(f, "`{path}` is {}, but must be {}", plain(*value), limit.instead_of(*value))
+        let value_text = match limit {
+            // Of whole numbers, which read best as they were written.
+            Limit::Count(_) | Limit::UpTo(_) => (*value as u64).to_string(),
+            _ => plain(*value),
+        };
+        write!(f, "`{path}` is {value_text}, but must be {}", limit.instead_of(*value))
     }
 }
 

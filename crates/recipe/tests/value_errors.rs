@@ -444,3 +444,20 @@ fn a_recipe_for_the_other_command_is_recognised() {
     hint: run `r3 run` with it, or remove this section
     ");
 }
+
+#[test]
+fn a_number_beyond_its_limit_is_told_as_it_was_written_and_with_the_bound_it_crossed() {
+    let objective = |own| with("train:", &format!("objective: {{ {own} }}\ntrain:"));
+    let cases = [
+        (with("16,", "2147483647,"), "2147483647, but must be at most 16777216"),
+        (with("16,", "18446744073709551615,"), "18446744073709551615, but must be at most 16777216"),
+        (with("mini_steps: 2", "muon: { iterations: 4000000000 }"), "4000000000, but must be from 1 to 20"),
+        (with("3.0e-4", "1e39"), "1e39, but must be in the range of f32, 1e-45 to 3e38"),
+        (objective("dual_clip: 1.00000001"), "1.00000001, but must be above 1"),
+        (objective("dual_clip: 1e39"), "1e39, but must be in the range of f32, up to 3e38"),
+        (objective("correction: { sequence_mask: { high: 0.5 } }"), "0.5, but must be at least 1"),
+    ];
+    for (report, said) in cases {
+        assert!(report.lines().next().is_some_and(|line| line.ends_with(&format!(" is {said}"))), "{report}");
+    }
+}

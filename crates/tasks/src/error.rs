@@ -82,10 +82,12 @@ impl TaskError {
             Self::Unreadable { .. } => {
                 "check the path and its permissions; paths are relative to where r3 runs".into()
             }
-            Self::EmptyFile { .. } => "write one JSON object a line, each with a prompt and an answer".into(),
+            Self::EmptyFile { .. } => {
+                r#"write one JSON object a line, such as {"prompt": "1+1=", "answer": "2"}"#.into()
+            }
             Self::NotJson { .. } => "every line has to be one whole JSON object in UTF-8".into(),
             Self::MissingKey { .. } => {
-                "name the keys that hold prompt and answer in the recipe's task".into()
+                "give every line this key; a recipe's task may name others for prompt and answer".into()
             }
             Self::WrongType { expected, .. } => format!("make it {expected}"),
             Self::UnknownMessageKey { .. } => "give every message a `role` and a `content` only".into(),

@@ -79,6 +79,8 @@ pub fn read(path: &Path, keys: &Keys, tokenizer: &Tokenizer) -> Result<Vec<Probl
     Ok(Rows::read(path, |line| problem(line, keys, tokenizer))?.into_values())
 }
 
+const BYTE_ORDER_MARK: &[u8] = b"\xEF\xBB\xBF";
+
 /// What the lines of a file hold, with their numbers, from 1.
 pub(crate) struct Rows<T> {
     path: PathBuf,
@@ -100,8 +102,10 @@ impl<T> Rows<T> {
             if reader.read_until(b'\n', &mut bytes).map_err(unreadable)? == 0 {
                 break;
             }
-            if !bytes.trim_ascii().is_empty() {
-                rows.push((line, parse(&bytes).map_err(|fault| fault.at_line(path, line))?));
+            // A byte order mark is how some editors begin a file in UTF-8.
+            let own = bytes.strip_prefix(BYTE_ORDER_MARK).filter(|_| line == 1).unwrap_or(&bytes);
+            if !own.trim_ascii().is_empty() {
+                rows.push((line, parse(own).map_err(|fault| fault.at_line(path, line))?));
             }
         }
         if rows.is_empty() {
@@ -255,6 +259,16 @@ mod tests {
         std::fs::write(&path, b"{\"prompt\": \"\xff\", \"answer\": \"1\"}\n").unwrap();
         let error = read(&path, &Keys::default(), &tiny()).unwrap_err();
         assert!(message_of(&error).starts_with("rows.jsonl:1: not JSON: invalid unicode"), "{error}");
+    }
+
+    #[test]
+    fn a_byte_order_mark_begins_a_file_and_nothing_else() {
+        let row = r#"{"prompt": "1+1=", "answer": "2"}"#;
+        let marked = format!("\u{FEFF}{row}\n{row}\n");
+        assert_eq!(read_text(&marked).unwrap(), read_text(&format!("{row}\n{row}\n")).unwrap());
+        assert_eq!(message_of(&read_text("\u{FEFF}\n").unwrap_err()), "rows.jsonl holds no problem");
+        let later = message_of(&read_text(&format!("{row}\n\u{FEFF}{row}\n")).unwrap_err());
+        assert!(later.starts_with("rows.jsonl:2: not JSON"), "{later}");
     }
 
     #[test]

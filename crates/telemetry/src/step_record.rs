@@ -1,6 +1,6 @@
 //! What one optimiser step measured, as a line of `metrics.jsonl`.
 
-use std::collections::BTreeMap;
+use std::borrow::Cow;
 use std::fmt;
 
 use r3_core::ids::PolicyVersion;
@@ -14,18 +14,30 @@ use crate::metrics::{METRICS, POLICY_VERSION, STEP};
 ///
 /// Only declared metrics can be set, which the types see to. A record read back from `metrics.jsonl` also holds
 /// the totals of the counters at that step; keys it does not know are left out, so that old files stay readable.
+///
+/// A run holds one of every step until its end, so a value takes 32 bytes and no more.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepRecord {
     step: u64,
-    values: BTreeMap<String, Value>,
+    /// By key, each once.
+    values: Vec<Value>,
 }
 
 /// One value and the metric it is a value of.
 #[derive(Clone, Debug)]
 pub(crate) struct Value {
     pub(crate) metric: &'static Metric,
-    pub(crate) dataset: Option<String>,
+    pub(crate) dataset: Option<Box<str>>,
     pub(crate) value: f64,
+}
+
+impl Value {
+    /// Its key in `metrics.jsonl`.
+    fn key(&self) -> Cow<'static, str> {
+        self.dataset.as_deref().map_or(Cow::Borrowed(self.metric.key), |dataset| {
+            self.metric.key.replace(DATASET, dataset).into()
+        })
+    }
 }
 
 impl PartialEq for Value {
@@ -38,7 +50,7 @@ impl StepRecord {
     /// A record of `step`, after which the engine samples with `version`. Step 0 is before the first update.
     #[must_use]
     pub fn new(step: u64, version: PolicyVersion) -> Self {
-        let mut record = Self { step, values: BTreeMap::new() };
+        let mut record = Self { step, values: Vec::new() };
         record.set(STEP, step as f64);
         record.set(POLICY_VERSION, version.0 as f64);
         record
@@ -63,26 +75,26 @@ impl StepRecord {
     /// The value of a gauge, if the step measured it.
     #[must_use]
     pub fn get(&self, gauge: Gauge) -> Option<f64> {
-        self.values.get(gauge.0.key).map(|value| value.value)
+        self.find(gauge.0.key)
     }
 
     /// The value of a dataset's gauge, if the step measured it.
     #[must_use]
     pub fn get_dataset(&self, gauge: DatasetGauge, dataset: &str) -> Option<f64> {
-        self.values.get(&gauge.key(dataset)).map(|value| value.value)
+        self.find(&gauge.key(dataset))
     }
 
     /// The total of a counter at this step; only a record read back from a file has one.
     #[must_use]
     pub fn total(&self, counter: Counter) -> Option<u64> {
-        self.values.get(counter.0.key).map(|value| value.value as u64)
+        self.find(counter.0.key).map(|value| value as u64)
     }
 
     /// Mean of a gauge over the datasets the step evaluated.
     #[must_use]
     pub fn dataset_mean(&self, gauge: DatasetGauge) -> Option<f64> {
         let of_gauge = |value: &&Value| value.metric.key == gauge.0.key;
-        let values: Vec<f64> = self.values.values().filter(of_gauge).map(|value| value.value).collect();
+        let values: Vec<f64> = self.values.iter().filter(of_gauge).map(|value| value.value).collect();
         (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
     }
 
@@ -91,13 +103,28 @@ impl StepRecord {
     }
 
     pub(crate) fn values(&self) -> impl Iterator<Item = &Value> {
-        self.values.values()
+        self.values.iter()
+    }
+
+    fn find(&self, key: &str) -> Option<f64> {
+        let found = self.position(key).ok()?;
+        Some(self.values[found].value)
+    }
+
+    /// Where the value of `key` is, or else belongs.
+    fn position(&self, key: &str) -> Result<usize, usize> {
+        self.values.binary_search_by(|held| held.key().as_ref().cmp(key))
     }
 
     fn insert(&mut self, metric: &'static Metric, dataset: Option<&str>, value: f64) {
-        let key =
-            dataset.map_or_else(|| metric.key.to_owned(), |dataset| metric.key.replace(DATASET, dataset));
-        self.values.insert(key, Value { metric, dataset: dataset.map(str::to_owned), value });
+        let value = Value { metric, dataset: dataset.map(Into::into), value };
+        match self.position(&value.key()) {
+            Ok(found) => self.values[found] = value,
+            Err(place) => {
+                self.values.reserve_exact(1);
+                self.values.insert(place, value);
+            }
+        }
     }
 }
 
@@ -117,12 +144,12 @@ impl Serialize for StepRecord {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(None)?;
         map.serialize_entry(STEP.0.key, &self.step)?;
-        for (key, value) in self.values.iter().filter(|(key, _)| *key != STEP.0.key) {
-            let value = value.value;
+        for held in self.values.iter().filter(|held| held.metric.key != STEP.0.key) {
+            let (key, value) = (held.key(), held.value);
             if value.fract() == 0.0 && value.abs() < 1e15 {
-                map.serialize_entry(key, &(value as i64))?;
+                map.serialize_entry(&key, &(value as i64))?;
             } else {
-                map.serialize_entry(key, &value)?;
+                map.serialize_entry(&key, &value)?;
             }
         }
         map.end()
@@ -145,7 +172,7 @@ impl<'de> Visitor<'de> for RecordVisitor {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<StepRecord, A::Error> {
-        let mut record = StepRecord { step: 0, values: BTreeMap::new() };
+        let mut record = StepRecord { step: 0, values: Vec::new() };
         let mut step = None;
         while let Some(key) = map.next_key::<String>()? {
             let Some((metric, dataset)) = find(&key) else {
@@ -192,6 +219,20 @@ mod tests {
             (read.get(K3_KL), read.get(REWARD_MEAN), read.total(PREEMPTIONS)),
             (Some(1.25e-5), None, None)
         );
+    }
+
+    #[test]
+    fn values_lie_by_key_each_once_and_close_together() {
+        let mut record = record();
+        for accuracy in [0.25, 0.75] {
+            record.set_dataset(VAL_CORE_MEAN, "algebra", accuracy);
+            record.set(REWARD_MEAN, accuracy);
+        }
+        let keys: Vec<_> = record.values().map(Value::key).collect();
+        assert!(keys.is_sorted() && keys.len() == 6, "{keys:?}");
+        assert_eq!(record.get_dataset(VAL_CORE_MEAN, "algebra"), Some(0.75));
+        assert_eq!(record.get_dataset(VAL_CORE_MEAN, "arithmetic"), Some(0.5));
+        assert_eq!((size_of::<Value>(), record.values.capacity()), (32, 6));
     }
 
     #[test]

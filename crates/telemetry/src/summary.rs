@@ -19,7 +19,7 @@ pub struct RunSummary {
     pub steps: u64,
     /// Wall time of the whole run, in seconds.
     pub seconds: f64,
-    /// First held-out accuracy, a share.
+    /// Held-out accuracy before the first step, a share.
     pub eval_before: Option<f64>,
     /// Last held-out accuracy, a share.
     pub eval_after: Option<f64>,
@@ -43,7 +43,7 @@ pub struct RunSummary {
 pub const FIELDS: &[(&str, &str)] = &[
     ("steps", "optimiser steps"),
     ("seconds", "wall time of the whole run"),
-    ("eval_before", "first held-out accuracy, a share"),
+    ("eval_before", "held-out accuracy before the first step, a share"),
     ("eval_after", "last held-out accuracy, a share"),
     ("rollout_train_k3_kl", "mean over the steps, nats"),
     ("rollout_train_logprobs_abs_diff_mean", "mean over the steps, nats"),
@@ -58,13 +58,12 @@ impl RunSummary {
     /// Summarises the records of a run, in order; the one of step 0, if any, holds the evaluation before the first update.
     #[must_use]
     pub fn new(records: &[StepRecord], seconds: f64) -> Self {
-        let mut accuracies = records.iter().filter_map(|record| record.dataset_mean(VAL_CORE_MEAN));
-        let eval_before = accuracies.next();
+        let before = records.first().filter(|record| record.step() == 0);
         Self {
             steps: records.iter().filter(|record| record.step() > 0).count() as u64,
             seconds,
-            eval_before,
-            eval_after: accuracies.next_back().or(eval_before),
+            eval_before: before.and_then(|record| record.dataset_mean(VAL_CORE_MEAN)),
+            eval_after: records.iter().rev().find_map(|record| record.dataset_mean(VAL_CORE_MEAN)),
             rollout_train_k3_kl: mean(records, K3_KL),
             rollout_train_logprobs_abs_diff_mean: mean(records, ABS_DIFF_MEAN),
             rollout_train_extreme_frac_tau2: mean(records, EXTREME_FRAC_TAU2),
@@ -119,8 +118,13 @@ pub fn table(records: &[StepRecord], seconds: f64) -> String {
 
 /// `27.0% -> 97.1% (+70.1 points)`.
 fn change(before: Option<f64>, after: Option<f64>) -> String {
-    let (Some(before), Some(after)) = (before, after) else { return MISSING.into() };
-    format!("{} -> {} ({:+.1} points)", percent(before), percent(after), 100.0 * (after - before))
+    match (before, after) {
+        (Some(before), Some(after)) => {
+            format!("{} -> {} ({:+.1} points)", percent(before), percent(after), 100.0 * (after - before))
+        }
+        (None, None) => MISSING.into(),
+        (before, after) => format!("{} -> {}", or_missing(before, percent), or_missing(after, percent)),
+    }
 }
 
 /// One remark for each gauge that left its healthy range.
@@ -215,6 +219,16 @@ mod tests {
         let json = serde_json::to_value(RunSummary::new(&run(), 1.0)).unwrap();
         let keys: Vec<_> = json.as_object().unwrap().keys().map(String::as_str).collect();
         assert_eq!(keys, FIELDS.iter().map(|field| field.0).collect::<Vec<_>>());
+    }
+
+    /// As after a resume without `metrics.jsonl`.
+    #[test]
+    fn without_step_0_nothing_is_known_of_the_accuracy_before_it() {
+        let summary = RunSummary::new(&run()[1..], 1.0);
+        assert_eq!((summary.eval_before, summary.eval_after), (None, Some(0.97)));
+        assert!(table(&run()[1..], 1.0).contains("\n  held-out accuracy       - -> 97.0%\n"));
+        let summary = RunSummary::new(&run()[..1], 1.0);
+        assert_eq!((summary.eval_before, summary.eval_after), (Some(0.27), Some(0.27)));
     }
 
     #[test]

@@ -154,7 +154,8 @@ impl Checkpoints {
         let n_old = whole.len().saturating_sub(self.keep_last);
         let best = self.best(&whole)?;
         let is_best = |step| best.iter().any(|(known, _)| known == step);
-        whole[..n_old].iter().filter(|(step, _)| !is_best(step)).try_for_each(|(_, path)| remove(path))
+        let mut old = whole[..n_old].iter().filter(|(step, _)| !is_best(step));
+        old.try_for_each(|(_, path)| remove(&condemn(path)?))
     }
 
     /// Steps and scores of the best of `whole`, the best first.
@@ -246,6 +247,15 @@ fn list(dir: &Path) -> io::Result<Vec<(String, PathBuf)>> {
         .collect::<io::Result<Vec<_>>>()?;
     entries.sort();
     Ok(entries)
+}
+
+/// Gives checkpoint `dir` the name of an unfinished one: a process that is killed before all of it is removed leaves nothing that
+/// stays for ever.
+fn condemn(dir: &Path) -> Result<PathBuf, TrainError> {
+    let condemned = dir.with_added_extension(&UNFINISHED[1..]);
+    remove(&condemned)?;
+    fs::rename(dir, &condemned).map_err(|source| failed(dir, source))?;
+    Ok(condemned)
 }
 
 /// Removes a directory, if it is there, in a way that never leaves half a checkpoint under its name.
@@ -392,6 +402,25 @@ mod tests {
             verify(&checkpoints.save(position(step), 7, write_weights).unwrap()).unwrap();
         }
         assert_eq!(names(root.path()), ["step-000002", "step-000003"]);
+    }
+
+    /// So a process that is killed while it removes one leaves what a resumed run takes for unfinished and removes.
+    #[test]
+    fn a_checkpoint_to_be_removed_has_no_moment_as_half_a_checkpoint() {
+        let root = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::new(root.path().to_owned(), 1);
+        let whole = checkpoints.save(position(1), 7, write_weights).unwrap();
+        let files = names(&whole);
+        let condemned = condemn(&whole).unwrap();
+        assert_eq!((names(root.path()), names(&condemned)), (vec!["step-000001.tmp".to_owned()], files));
+        assert_eq!(checkpoints.latest().unwrap(), None);
+        // What is in the way was condemned before.
+        fs::create_dir(&whole).unwrap();
+        fs::write(whole.join("newer"), "").unwrap();
+        assert_eq!(names(&condemn(&whole).unwrap()), ["newer"]);
+        checkpoints.save(position(2), 7, write_weights).unwrap();
+        checkpoints.save(position(3), 7, write_weights).unwrap();
+        assert_eq!(names(root.path()), ["step-000001.tmp", "step-000003"]);
     }
 
     #[test]
