@@ -12,6 +12,7 @@ use half::bf16;
 use crate::gemm::Dtype;
 use crate::isa::{Isa, multiversion, padded};
 use crate::parallel::{self, Disjoint};
+use crate::team;
 
 mod gradient;
 mod kernel;
@@ -20,7 +21,7 @@ pub mod split;
 #[cfg(test)]
 mod tests;
 
-use kernel::{Element, LANES, Rows, Scratch, View, attend};
+use kernel::{Element, KvHead, LANES, Rows, Scratch, View, attend, attend_far, looks_far};
 
 /// Sizes of an attention layer. Query heads `g * H / Hkv ..` share kv head `g`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -183,18 +184,17 @@ impl<E: Element> Tiles<E> {
         }
     }
 
-    /// One kv head of one layer.
-    fn view<'a>(&'a self, cache: &KvCache, layer: usize, kv_head: usize, table: Table<'a>) -> View<'a, E> {
+    /// One kv head of one sequence at one layer.
+    fn view<'a>(&'a self, cache: &KvCache, layer: usize, head: KvHead<'a>) -> View<'a, E> {
         let Heads { n_kv_heads, head_dim, .. } = cache.heads;
         let len = self.keys.len() / cache.n_layers;
         View {
             keys: &self.keys[layer * len..][..len],
             values: &self.values[layer * len..][..len],
             n_kv_heads,
-            kv_head,
             head_dim,
-            blocks: table.blocks,
-            block_tokens: table.block_tokens,
+            head,
+            next: None,
         }
     }
 }
@@ -274,13 +274,6 @@ fn place(heads: Heads, slot: usize, kv_head: usize) -> (usize, usize) {
 /// Multiply-adds that writing a number costs, about: keys of a token lie on as many lines as a head has elements.
 const WRITE_WORK: usize = 32;
 
-/// A block table and the size of its blocks.
-#[derive(Clone, Copy)]
-struct Table<'a> {
-    blocks: &'a [u32],
-    block_tokens: usize,
-}
-
 /// Consecutive queries of one sequence whose keys and values, their own included, lie in the cache.
 #[derive(Clone, Copy, Debug)]
 pub struct PagedSequence<'a> {
@@ -359,12 +352,18 @@ pub fn paged_attention(
     let parts = Disjoint::new(out);
     // Heads lie next to each other in a tile, so one thread takes all of a task's if there is enough else to do.
     let together = if tasks.len() >= parallel::task_count(work) { heads.n_kv_heads } else { 1 };
+    // Threads take turns, more or less: the task after the next ones is this thread's.
+    let stride = if parallel::task_count(work) > 1 { team::n_threads() } else { 1 };
+    let task_of = |at: usize| {
+        let (task, index) = (tasks.get(at / heads.n_kv_heads)?, at % heads.n_kv_heads);
+        Some((*task, KvHead { index, blocks: sequences[task.sequence].blocks, block_tokens }))
+    };
     parallel::for_each(tasks.len() * heads.n_kv_heads / together, work, |i| {
         SCRATCH.with_borrow_mut(|scratch| {
             for at in i * together..(i + 1) * together {
-                let task = tasks[at / heads.n_kv_heads];
-                let table = Table { blocks: sequences[task.sequence].blocks, block_tokens };
-                let job = Job { cache, layer, kv_head: at % heads.n_kv_heads, table };
+                let (task, head) = task_of(at).expect("a task for every kv head");
+                let next = if at + 1 < (i + 1) * together { at + 1 } else { (i + stride) * together };
+                let job = Job { cache, layer, head, next: task_of(next).map(|(_, head)| head) };
                 run_task(&job, task, q, (scratch, &parts));
             }
         });
@@ -376,7 +375,7 @@ pub fn paged_attention(
 fn run_task(job: &Job<'_>, task: Task, q: &[f32], (scratch, out): (&mut Scratch, &Disjoint<'_, f32>)) {
     let heads = job.cache.heads;
     let row_len = heads.group() * heads.head_dim;
-    let start_of = |query: usize| (task.token + query) * heads.query_len() + job.kv_head * row_len;
+    let start_of = |query: usize| (task.token + query) * heads.query_len() + job.head.index * row_len;
     scratch.queries.clear();
     for query in 0..task.n_queries {
         let row = &q[start_of(query)..][..row_len];
@@ -395,19 +394,47 @@ fn run_task(job: &Job<'_>, task: Task, q: &[f32], (scratch, out): (&mut Scratch,
 struct Job<'a> {
     cache: &'a KvCache,
     layer: usize,
-    kv_head: usize,
-    table: Table<'a>,
+    head: KvHead<'a>,
+    /// What this thread reads next, if that is known.
+    next: Option<KvHead<'a>>,
+}
+
+/// Attends to what the job reads.
+fn attend_job(job: &Job<'_>, rows: Rows, scratch: &mut Scratch) {
+    let &Job { cache, layer, head, next } = job;
+    match &cache.pages {
+        Pages::F32(tiles) => {
+            let view = View { next, ..tiles.view(cache, layer, head) };
+            if looks_far(&view, rows) {
+                far_f32(&view, rows, scratch)
+            } else {
+                near_f32(&view, rows, scratch)
+            }
+        }
+        Pages::Bf16(tiles) => {
+            let view = View { next, ..tiles.view(cache, layer, head) };
+            if looks_far(&view, rows) {
+                far_bf16(&view, rows, scratch)
+            } else {
+                near_bf16(&view, rows, scratch)
+            }
+        }
+    }
+}
+
+// Four functions: one with all of it takes a compiler half as long again.
+multiversion! {
+    fn near_f32(view: &View<'_, f32>, rows: Rows, scratch: &mut Scratch) = attend;
 }
 
 multiversion! {
-    fn attend_job(job: &Job<'_>, rows: Rows, scratch: &mut Scratch) = attend_job_body;
+    fn near_bf16(view: &View<'_, bf16>, rows: Rows, scratch: &mut Scratch) = attend;
 }
 
-#[inline(always)]
-fn attend_job_body<I: Isa>(job: &Job<'_>, rows: Rows, scratch: &mut Scratch) {
-    let &Job { cache, layer, kv_head, table } = job;
-    match &cache.pages {
-        Pages::F32(tiles) => attend::<I, f32>(&tiles.view(cache, layer, kv_head, table), rows, scratch),
-        Pages::Bf16(tiles) => attend::<I, bf16>(&tiles.view(cache, layer, kv_head, table), rows, scratch),
-    }
+multiversion! {
+    fn far_f32(view: &View<'_, f32>, rows: Rows, scratch: &mut Scratch) = attend_far;
+}
+
+multiversion! {
+    fn far_bf16(view: &View<'_, bf16>, rows: Rows, scratch: &mut Scratch) = attend_far;
 }

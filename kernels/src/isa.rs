@@ -119,6 +119,17 @@ pub(crate) enum Level {
     Avx512,
 }
 
+/// Whether the best level this machine has is [`Isa::WIDE`].
+pub(crate) fn has_wide() -> bool {
+    match level() {
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512 => Avx512::WIDE,
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2 => Avx2::WIDE,
+        Level::Baseline => Baseline::WIDE,
+    }
+}
+
 /// The best level this machine has. The standard library caches the answer, so asking costs a few loads.
 #[inline]
 pub(crate) fn level() -> Level {

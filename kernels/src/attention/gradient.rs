@@ -8,9 +8,9 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::kernel::{Element, LANES, MAX_PASS, Rows, View, lanes_of, whole_tiles};
+use super::kernel::{Element, KvHead, LANES, MAX_PASS, Rows, View, lanes_of, whole_tiles};
 use super::packed::{PackedAttention, PackedSequence};
-use super::{Heads, Pages, Table};
+use super::{Heads, Pages};
 use crate::isa::{Isa, Lanes, multiversion, padded, sum_lanes};
 use crate::parallel::{self, Disjoint};
 use crate::softmax::{exp_in_place, max};
@@ -44,9 +44,9 @@ pub(super) fn backward(operands: &Operands<'_>, sequences: &[PackedSequence], ou
             }
             let mut start = 0;
             for at in unit.sequences.clone() {
-                let table = Table { blocks: paged[at].blocks, block_tokens: LANES };
+                let head = KvHead { index: kv_head, blocks: paged[at].blocks, block_tokens: LANES };
                 let PackedSequence { n_shared, n_own } = sequences[at];
-                let job = Job { operands, kv_head, table, wanted };
+                let job = Job { operands, head, wanted };
                 let tokens = Tokens { first: unit.first_token + start, start, n_shared, n_own };
                 backward_sequence(&job, tokens, buffers, &q_grad);
                 start += n_own;
@@ -89,8 +89,7 @@ fn units(sequences: &[PackedSequence]) -> Vec<Unit> {
 /// What a task reads of a sequence.
 struct Job<'a> {
     operands: &'a Operands<'a>,
-    kv_head: usize,
-    table: Table<'a>,
+    head: KvHead<'a>,
     /// Which gradients are: of queries, keys, values.
     wanted: [bool; 3],
 }
@@ -143,13 +142,11 @@ fn backward_sequence_body<I: Isa>(
     let PackedAttention { plain, swapped, .. } = job.operands.attention;
     match (&plain.cache.pages, &swapped.cache.pages) {
         (Pages::F32(a), Pages::F32(b)) => {
-            let views = [(a, plain), (b, swapped)]
-                .map(|(tiles, kv)| tiles.view(&kv.cache, 0, job.kv_head, job.table));
+            let views = [(a, plain), (b, swapped)].map(|(tiles, kv)| tiles.view(&kv.cache, 0, job.head));
             walk::<I, f32>(job, &views, tokens, buffers, q_grad);
         }
         (Pages::Bf16(a), Pages::Bf16(b)) => {
-            let views = [(a, plain), (b, swapped)]
-                .map(|(tiles, kv)| tiles.view(&kv.cache, 0, job.kv_head, job.table));
+            let views = [(a, plain), (b, swapped)].map(|(tiles, kv)| tiles.view(&kv.cache, 0, job.head));
             walk::<I, bf16>(job, &views, tokens, buffers, q_grad);
         }
         _ => unreachable!("both caches were made with one dtype"),
@@ -176,7 +173,8 @@ fn walk<I: Isa, E: Element>(
         // Where row `first + r` lies in `q` and in its gradient.
         let start_of = |r: usize| {
             let (query, head) = ((first + r) / heads.group(), (first + r) % heads.group());
-            (tokens.first + query) * heads.query_len() + (job.kv_head * heads.group() + head) * heads.head_dim
+            (tokens.first + query) * heads.query_len()
+                + (job.head.index * heads.group() + head) * heads.head_dim
         };
         buffers.queries.clear();
         buffers.out_grads.clear();
@@ -215,8 +213,8 @@ fn backward_pass<I: Isa, E: Element, const R: usize, const T: usize>(
 ) {
     let stride = buffers.probabilities.len() / MAX_PASS;
     let n_keys = rows.n_keys(first + R - 1);
-    view.score::<I, R, T>(&buffers.queries, n_keys, &mut buffers.probabilities, stride);
-    swapped.score::<I, R, T>(&buffers.out_grads, n_keys, &mut buffers.score_grads, stride);
+    view.score::<I, R, T, false>(&buffers.queries, n_keys, &mut buffers.probabilities, stride);
+    swapped.score::<I, R, T, false>(&buffers.out_grads, n_keys, &mut buffers.score_grads, stride);
     for r in 0..R {
         let n_seen = rows.n_keys(first + r);
         let seen = whole_tiles(&mut buffers.probabilities, (r, stride), n_seen);
@@ -230,7 +228,7 @@ fn backward_pass<I: Isa, E: Element, const R: usize, const T: usize>(
     buffers.q_grads.clear();
     if wants_q {
         buffers.q_grads.resize(R * view.head_dim, 0.0);
-        swapped.add_weighted::<I, R>(&buffers.score_grads, stride, 0..n_keys, &mut buffers.q_grads);
+        swapped.add_weighted::<I, R, false>(&buffers.score_grads, stride, 0..n_keys, &mut buffers.q_grads);
     }
     let Buffers { k_grad, v_grad, queries, out_grads, probabilities, score_grads, .. } = buffers;
     // Where the gradients of positions lie: shared ones at the unit's beginning, the others at the sequence's own.

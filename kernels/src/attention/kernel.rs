@@ -9,12 +9,15 @@ use std::ops::Range;
 use half::bf16;
 
 use crate::cast::{nearest_bf16, widened_bf16};
-use crate::isa::{Isa, Lanes, padded, prefetch};
+use crate::isa::{self, Isa, Lanes, padded, prefetch};
 use crate::softmax::{exp_in_place, max};
 
 pub(super) const LANES: usize = 16;
 /// What memory is fetched by.
 const LINE_BYTES: usize = 64;
+/// How far ahead of its use memory is asked for: as much as comes while a first line is on its way. With half of it decoding
+/// waits, with twice as much what was fetched leaves the first-level cache before it is used.
+const AHEAD_BYTES: usize = 8 << 10;
 
 /// How a cache stores a number.
 pub(super) trait Element: Copy + Default + Send + Sync {
@@ -50,6 +53,16 @@ impl Element for bf16 {
     }
 }
 
+/// One kv head of one sequence.
+#[derive(Clone, Copy)]
+pub(super) struct KvHead<'a> {
+    /// Among those of the model.
+    pub(super) index: usize,
+    /// Position `p` lies in slot `blocks[p / block_tokens] * block_tokens + p % block_tokens`.
+    pub(super) blocks: &'a [u32],
+    pub(super) block_tokens: usize,
+}
+
 /// Keys and values of one kv head of one sequence, found through its block table.
 #[derive(Clone, Copy)]
 pub(super) struct View<'a, E> {
@@ -59,11 +72,10 @@ pub(super) struct View<'a, E> {
     pub(super) values: &'a [E],
     /// `Hkv`.
     pub(super) n_kv_heads: usize,
-    pub(super) kv_head: usize,
     pub(super) head_dim: usize,
-    /// Position `p` lies in slot `blocks[p / block_tokens] * block_tokens + p % block_tokens`.
-    pub(super) blocks: &'a [u32],
-    pub(super) block_tokens: usize,
+    pub(super) head: KvHead<'a>,
+    /// What this thread attends to next, if that is known: it is fetched towards the end.
+    pub(super) next: Option<KvHead<'a>>,
 }
 
 /// Consecutive positions in consecutive slots of one tile.
@@ -93,11 +105,12 @@ impl<E: Element> Iterator for Runs<'_, E> {
         if position >= self.positions.end {
             return None;
         }
-        let (block, offset) = (position / view.block_tokens, position % view.block_tokens);
-        let slot = view.blocks[block] as usize * view.block_tokens + offset;
+        let KvHead { blocks, block_tokens, .. } = view.head;
+        let (block, offset) = (position / block_tokens, position % block_tokens);
+        let slot = blocks[block] as usize * block_tokens + offset;
         let lane = slot % LANES;
-        let len = (LANES - lane).min(view.block_tokens - offset).min(self.positions.end - position);
-        let tile = (slot / LANES * view.n_kv_heads + view.kv_head) * LANES * view.head_dim;
+        let len = (LANES - lane).min(block_tokens - offset).min(self.positions.end - position);
+        let tile = view.tile(view.head, slot);
         self.positions.start += len;
         Some(Run { position, len, tile, lane })
     }
@@ -128,9 +141,10 @@ impl<E: Element> View<'_, E> {
     /// `scores[r][p] = queries[r] . key[p]` for `p` in `0..n_keys`: `queries` `[R, hd]`, rows of `scores` `stride` apart.
     ///
     /// `T` tiles at once make enough chains to hide the latency of an addition where rows are few. Meanwhile the values
-    /// of these tiles are fetched, and the keys of the next ones: at the end those of the next head, which follow.
+    /// of these tiles are fetched, and the keys of the next ones: at the end those of the next head, which follow. With `FAR`
+    /// it is [`Self::ahead`] that is fetched, and so it is while values are added up: memory never rests then.
     #[inline(always)]
-    pub(super) fn score<I: Isa, const R: usize, const T: usize>(
+    pub(super) fn score<I: Isa, const R: usize, const T: usize, const FAR: bool>(
         &self,
         queries: &[f32],
         n_keys: usize,
@@ -141,17 +155,21 @@ impl<E: Element> View<'_, E> {
         // Checked here once: a slice a row would take the registers that hold addresses, and a check a number.
         assert!(queries.len() >= R * head_dim && scores.len() >= R * stride && n_keys <= stride);
         let mut runs = self.runs(0..n_keys);
-        let mut ahead = runs.take_some::<T>();
-        let step = if self.kv_head + 1 < self.n_kv_heads { LANES * head_dim } else { 0 };
-        let next_head = ahead.map_or([0; T], |(tiles, _)| tiles.map(|run| run.tile + step));
-        while let Some((tiles, n_tiles)) = ahead {
-            ahead = runs.take_some::<T>();
+        let mut following = runs.take_some::<T>();
+        let step = if self.head.index + 1 < self.n_kv_heads { LANES * head_dim } else { 0 };
+        let next_head = following.map_or([0; T], |(tiles, _)| tiles.map(|run| run.tile + step));
+        while let Some((tiles, n_tiles)) = following {
+            following = runs.take_some::<T>();
             let lines: [&[[E; LANES]]; T] = std::array::from_fn(|t| self.key_lines(tiles[t]));
             let mut next = [[self.values.as_ptr(); T]; 2];
             for t in 0..T {
-                next[0][t] = self.values[tiles[t].tile..].as_ptr();
-                next[1][t] =
-                    self.keys.as_ptr().wrapping_add(ahead.map_or(next_head[t], |(tiles, _)| tiles[t].tile));
+                if FAR {
+                    next[0][t] = self.ahead(tiles[t].position, n_keys);
+                } else {
+                    next[0][t] = self.values[tiles[t].tile..].as_ptr();
+                    let tile = following.map_or(next_head[t], |(tiles, _)| tiles[t].tile);
+                    next[1][t] = self.keys.as_ptr().wrapping_add(tile);
+                }
             }
             let mut sums = [[I::Lanes::splat(0.0); T]; R];
             for d in 0..head_dim {
@@ -161,7 +179,9 @@ impl<E: Element> View<'_, E> {
                     keys[t] = I::Lanes::load(&E::widen(unsafe { lines[t].get_unchecked(d) }));
                     if (d * LANES * size_of::<E>()).is_multiple_of(LINE_BYTES) {
                         prefetch(next[0][t].wrapping_add(d * LANES));
-                        prefetch(next[1][t].wrapping_add(d * LANES));
+                        if !FAR {
+                            prefetch(next[1][t].wrapping_add(d * LANES));
+                        }
                     }
                 }
                 for (r, sums) in sums.iter_mut().enumerate() {
@@ -190,6 +210,32 @@ impl<E: Element> View<'_, E> {
         }
     }
 
+    /// Where the tile of a slot starts in `keys` and in `values`.
+    #[inline(always)]
+    fn tile(&self, head: KvHead<'_>, slot: usize) -> usize {
+        (slot / LANES * self.n_kv_heads + head.index) * LANES * self.head_dim
+    }
+
+    /// The tile that is read [`AHEAD_BYTES`] after that of `at` in a pass over `n_keys` positions, which reads the keys of all,
+    /// then at `n_keys + position` their values, then the keys of what is next. The processor's own prefetching stops at
+    /// every page, and a tile may be one.
+    #[inline(always)]
+    fn ahead(&self, at: usize, n_keys: usize) -> *const E {
+        let distance = (AHEAD_BYTES / (self.head_dim * size_of::<E>())).min(n_keys);
+        let at = at + distance.next_multiple_of(LANES);
+        let (head, tiles, position) = if at < n_keys {
+            (self.head, self.keys, at)
+        } else if at < 2 * n_keys {
+            (self.head, self.values, at - n_keys)
+        } else {
+            (self.next.unwrap_or(self.head), self.keys, at - 2 * n_keys)
+        };
+        // What is next may be shorter.
+        let block = head.blocks.get(position / head.block_tokens).map_or(0, |&block| block as usize);
+        let slot = block * head.block_tokens + position % head.block_tokens;
+        tiles.as_ptr().wrapping_add(self.tile(head, slot))
+    }
+
     /// The keys of a run's tile, `[hd, 16]`.
     #[inline(always)]
     fn key_lines(&self, run: Run) -> &[[E; LANES]] {
@@ -199,7 +245,7 @@ impl<E: Element> View<'_, E> {
     /// `out[r] += sum_p weights[r][p] * value[p]` over `positions`, in order: `out` `[R, hd]`, rows of `weights`
     /// `stride` apart.
     #[inline(always)]
-    pub(super) fn add_weighted<I: Isa, const R: usize>(
+    pub(super) fn add_weighted<I: Isa, const R: usize, const FAR: bool>(
         &self,
         weights: &[f32],
         stride: usize,
@@ -214,9 +260,9 @@ impl<E: Element> View<'_, E> {
         // As many columns as there are registers for sums: each weight is loaded once for all of them.
         while column + LANES <= self.head_dim {
             column += match (self.head_dim - column) / LANES {
-                4.. if I::WIDE && R <= 4 => weighted.add_columns::<I, R, 4>(column, out),
-                2.. if I::WIDE => weighted.add_columns::<I, R, 2>(column, out),
-                _ => weighted.add_columns::<I, R, 1>(column, out),
+                4.. if I::WIDE && R <= 4 => weighted.add_columns::<I, R, 4, FAR>(column, out),
+                2.. if I::WIDE => weighted.add_columns::<I, R, 2, FAR>(column, out),
+                _ => weighted.add_columns::<I, R, 1, FAR>(column, out),
             };
         }
         if column < self.head_dim {
@@ -236,7 +282,11 @@ struct Weighted<'a, E> {
 impl<E: Element> Weighted<'_, E> {
     /// The columns `column..column + 16 C` of [`View::add_weighted`], with the sums in registers; `16 C`.
     #[inline(always)]
-    fn add_columns<I: Isa, const R: usize, const C: usize>(&self, column: usize, out: &mut [f32]) -> usize {
+    fn add_columns<I: Isa, const R: usize, const C: usize, const FAR: bool>(
+        &self,
+        column: usize,
+        out: &mut [f32],
+    ) -> usize {
         let head_dim = self.view.head_dim;
         let mut sums = [[I::Lanes::splat(0.0); C]; R];
         for (r, sums) in sums.iter_mut().enumerate() {
@@ -245,10 +295,17 @@ impl<E: Element> Weighted<'_, E> {
             }
         }
         // Checked here once, as in `View::score`.
-        assert!(self.positions.end <= self.stride && R * self.stride <= self.weights.len());
+        let n_keys = self.positions.end;
+        assert!(n_keys <= self.stride && R * self.stride <= self.weights.len());
         for run in self.view.runs(self.positions.clone()) {
             let values = &self.view.values[run.tile + run.lane * head_dim..][..run.len * head_dim];
+            let ahead = if FAR { self.view.ahead(n_keys + run.position, n_keys) } else { values.as_ptr() };
             for (i, value) in values.chunks_exact(head_dim).enumerate() {
+                if FAR {
+                    for at in (0..C * LANES * size_of::<E>()).step_by(LINE_BYTES) {
+                        prefetch(ahead.wrapping_add(i * head_dim + column).wrapping_byte_add(at));
+                    }
+                }
                 let value = &value[column..][..C * LANES];
                 let mut columns = [I::Lanes::splat(0.0); C];
                 for c in 0..C {
@@ -348,9 +405,28 @@ pub(super) struct Scratch {
     scores: Vec<f32>,
 }
 
-/// Softmax attention of the scaled `scratch.queries` into `scratch.out`.
+/// Softmax attention of the scaled `scratch.queries` into `scratch.out`, looking ahead as [`View::score`] does.
 #[inline(always)]
-pub(super) fn attend<I: Isa, E: Element>(view: &View<'_, E>, rows: Rows, scratch: &mut Scratch) {
+pub(super) fn attend<I: Isa>(view: &View<'_, impl Element>, rows: Rows, scratch: &mut Scratch) {
+    attend_passes::<I, _, false>(view, rows, scratch);
+}
+
+/// The same, looking far ahead, where [`looks_far`] says so.
+#[inline(always)]
+pub(super) fn attend_far<I: Isa>(view: &View<'_, impl Element>, rows: Rows, scratch: &mut Scratch) {
+    assert!(I::WIDE, "narrow registers look near");
+    attend_passes::<I, _, true>(view, rows, scratch);
+}
+
+/// Whether rows are attended to faster by looking far ahead: several queries of a sequence share what the first has read, it
+/// takes longer than a short one, and without AVX-512 it is the arithmetic that takes the time.
+pub(super) fn looks_far<E>(view: &View<'_, E>, rows: Rows) -> bool {
+    let key_bytes = rows.n_keys(rows.n_rows - 1) * view.head_dim * size_of::<E>();
+    rows.n_rows <= rows.group && key_bytes >= AHEAD_BYTES && isa::has_wide()
+}
+
+#[inline(always)]
+fn attend_passes<I: Isa, E: Element, const FAR: bool>(view: &View<'_, E>, rows: Rows, scratch: &mut Scratch) {
     let stride = rows.n_keys(rows.n_rows - 1).next_multiple_of(LANES);
     scratch.scores.resize(MAX_PASS * stride, 0.0);
     scratch.out.clear();
@@ -360,22 +436,22 @@ pub(super) fn attend<I: Isa, E: Element>(view: &View<'_, E>, rows: Rows, scratch
     while first < rows.n_rows {
         let n = rows.pass_len::<I>(first);
         match n {
-            8 if I::WIDE => attend_pass::<I, E, 8, 2>(view, rows, first, scratch),
-            4 if I::WIDE => attend_pass::<I, E, 4, 2>(view, rows, first, scratch),
-            3 if I::WIDE => attend_pass::<I, E, 3, 3>(view, rows, first, scratch),
-            2 if I::WIDE => attend_pass::<I, E, 2, 4>(view, rows, first, scratch),
-            1 if I::WIDE => attend_pass::<I, E, 1, 8>(view, rows, first, scratch),
-            4 => attend_pass::<I, E, 4, 1>(view, rows, first, scratch),
-            3 => attend_pass::<I, E, 3, 1>(view, rows, first, scratch),
-            2 => attend_pass::<I, E, 2, 1>(view, rows, first, scratch),
-            _ => attend_pass::<I, E, 1, 1>(view, rows, first, scratch),
+            8 if I::WIDE => attend_pass::<I, E, 8, 2, FAR>(view, rows, first, scratch),
+            4 if I::WIDE => attend_pass::<I, E, 4, 2, FAR>(view, rows, first, scratch),
+            3 if I::WIDE => attend_pass::<I, E, 3, 3, FAR>(view, rows, first, scratch),
+            2 if I::WIDE => attend_pass::<I, E, 2, 4, FAR>(view, rows, first, scratch),
+            1 if I::WIDE => attend_pass::<I, E, 1, 8, FAR>(view, rows, first, scratch),
+            4 => attend_pass::<I, E, 4, 1, FAR>(view, rows, first, scratch),
+            3 => attend_pass::<I, E, 3, 1, FAR>(view, rows, first, scratch),
+            2 => attend_pass::<I, E, 2, 1, FAR>(view, rows, first, scratch),
+            _ => attend_pass::<I, E, 1, 1, FAR>(view, rows, first, scratch),
         }
         first += n;
     }
 }
 
 #[inline(always)]
-fn attend_pass<I: Isa, E: Element, const R: usize, const T: usize>(
+fn attend_pass<I: Isa, E: Element, const R: usize, const T: usize, const FAR: bool>(
     view: &View<'_, E>,
     rows: Rows,
     first: usize,
@@ -386,17 +462,22 @@ fn attend_pass<I: Isa, E: Element, const R: usize, const T: usize>(
     let (queries, out) = (&scratch.queries[span.clone()], &mut scratch.out[span]);
     let scores = &mut scratch.scores;
     let seen_by_all = rows.n_keys(first);
-    view.score::<I, R, T>(queries, rows.n_keys(first + R - 1), scores, stride);
+    view.score::<I, R, T, FAR>(queries, rows.n_keys(first + R - 1), scores, stride);
     let softmax = &mut scratch.softmax[first..first + R];
     for (r, softmax) in softmax.iter_mut().enumerate() {
         let row = whole_tiles(scores, (r, stride), rows.n_keys(first + r));
         let highest = max(row);
         *softmax = (highest, exp_in_place::<I>(row, highest));
     }
-    view.add_weighted::<I, R>(scores, stride, 0..seen_by_all, out);
+    view.add_weighted::<I, R, FAR>(scores, stride, 0..seen_by_all, out);
     for (r, (out, &(_, sum))) in out.chunks_exact_mut(view.head_dim).zip(&*softmax).enumerate() {
         // A later query's own keys go to its row alone: zero times a key that is not finite is not zero.
-        view.add_weighted::<I, 1>(&scores[r * stride..], stride, seen_by_all..rows.n_keys(first + r), out);
+        view.add_weighted::<I, 1, false>(
+            &scores[r * stride..],
+            stride,
+            seen_by_all..rows.n_keys(first + r),
+            out,
+        );
         for value in out {
             *value /= sum;
         }

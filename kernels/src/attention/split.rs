@@ -7,8 +7,8 @@
 
 use std::cell::Cell;
 
-use super::kernel::Rows;
-use super::{Job, KvCache, PagedSequence, SCRATCH, Table, attend_job, paged_attention};
+use super::kernel::{KvHead, Rows};
+use super::{Job, KvCache, PagedSequence, SCRATCH, attend_job, paged_attention};
 use crate::parallel::{self, Disjoint};
 use crate::team;
 
@@ -98,8 +98,8 @@ impl Split<'_> {
             place.fill(0.0);
             return;
         }
-        let table = Table { blocks: &blocks[first..], block_tokens };
-        let job = Job { cache: self.cache, layer, kv_head: task % heads.n_kv_heads, table };
+        let head = KvHead { index: task % heads.n_kv_heads, blocks: &blocks[first..], block_tokens };
+        let job = Job { cache: self.cache, layer, head, next: None };
         let row_len = heads.group() * heads.head_dim;
         let rows = Rows { group: heads.group(), start: n_keys - 1, n_rows: heads.group() };
         SCRATCH.with_borrow_mut(|scratch| {

@@ -10,7 +10,7 @@ use proptest::sample::select;
 
 use super::kernel::{LANES, Rows, Scratch};
 use super::packed::{PackedAttention, PackedSequence};
-use super::{Heads, Job, KvCache, PagedSequence, Table, attend_job_body, paged_attention};
+use super::{Heads, KvCache, KvHead, PagedSequence, Pages, attend, paged_attention};
 use crate::gemm::Dtype;
 #[cfg(target_arch = "x86_64")]
 use crate::isa::{Avx2, Avx512, Level, level};
@@ -240,12 +240,13 @@ fn attend_as<I: Isa>(inputs: &Inputs) -> Vec<f32> {
         ((0..inputs.lengths[0] as u32).collect(), (0..n_tiles).collect());
     let mut cache = KvCache::new(1, blocks.len() * LANES, heads, Dtype::F32);
     cache.write(0, &slots, &inputs.k, &inputs.v);
-    let table = Table { blocks: &blocks, block_tokens: LANES };
-    let job = Job { cache: &cache, layer: 0, kv_head: 0, table };
+    let head = KvHead { index: 0, blocks: &blocks, block_tokens: LANES };
+    let Pages::F32(tiles) = &cache.pages else { unreachable!("an f32 cache") };
+    let view = tiles.view(&cache, 0, head);
     let mut scratch = Scratch::default();
     scratch.queries.extend(inputs.q.iter().map(|x| x * heads.scale()));
     let rows = Rows { group: heads.group(), start: 0, n_rows: inputs.lengths[0] * heads.group() };
-    attend_job_body::<I>(&job, rows, &mut scratch);
+    attend::<I>(&view, rows, &mut scratch);
     scratch.out
 }
 
