@@ -68,14 +68,16 @@ impl PlainProduct<'_> {
         for_chunks(&mut lines, depth, n_tasks, |panel, lines| W::lines((b, n, runs), panel * LANES, lines));
         let (blocked, n_words) = match a {
             Left::Plain(_) => (false, W::rounded_len(values.len(), k)),
-            Left::Transposed(..) => (true, m.next_multiple_of(TILE_ROWS) * depth),
+            Left::Transposed(..) => (true, m.next_multiple_of(LANES) * depth),
         };
         let mut words = Scratch::<W>::take(n_words);
         let x = if blocked {
-            for_chunks(&mut words, TILE_ROWS * depth, n_tasks, |block, words| {
-                W::blocks((values, m, runs), block * TILE_ROWS, words.as_chunks_mut().0);
+            for_chunks(&mut words, LANES * depth, n_tasks, |two, words| {
+                let (first, second) = words.split_at_mut(TILE_ROWS * depth);
+                let blocks = [first, second].map(|words| words.as_chunks_mut().0);
+                W::blocks((values, m, runs), two * LANES, blocks);
             });
-            &words
+            &words[..m.next_multiple_of(TILE_ROWS) * depth]
         } else {
             W::rows(values, k, &mut words)
         };
@@ -99,8 +101,8 @@ trait Word: Pod + Send + Sync {
     fn rows<'a>(values: &'a [f32], k: usize, words: &'a mut [Self]) -> &'a [Self];
     /// The 16 columns from `first` on of `matrix`, zeros beyond its end.
     fn lines(matrix: Columns<'_>, first: usize, lines: &mut [Line<Self>]);
-    /// The same of eight columns.
-    fn blocks(matrix: Columns<'_>, first: usize, blocks: &mut [[Self; TILE_ROWS]]);
+    /// The same in two blocks of eight columns: a line of memory holds those of both.
+    fn blocks(matrix: Columns<'_>, first: usize, blocks: [&mut [[Self; TILE_ROWS]]; 2]);
     /// The kernel.
     fn multiply(job: &Job<'_, Self>, tile: &Tile);
 }
@@ -119,11 +121,15 @@ impl Word for f32 {
     }
 
     fn lines((matrix, width, _): Columns<'_>, first: usize, lines: &mut [Line<f32>]) {
-        copy_columns(matrix, width, first, lines.iter_mut().map(|line| &mut line.0));
+        for (line, row) in lines.iter_mut().zip(matrix.chunks_exact(width)) {
+            line.0 = columns(row, first);
+        }
     }
 
-    fn blocks((matrix, width, _): Columns<'_>, first: usize, blocks: &mut [[f32; TILE_ROWS]]) {
-        copy_columns(matrix, width, first, blocks.iter_mut());
+    fn blocks((matrix, width, _): Columns<'_>, first: usize, [low, high]: [&mut [[f32; TILE_ROWS]]; 2]) {
+        for ((low, high), row) in low.iter_mut().zip(high).zip(matrix.chunks_exact(width)) {
+            (*low, *high) = halves(columns(row, first));
+        }
     }
 
     fn multiply(job: &Job<'_, f32>, tile: &Tile) {
@@ -149,7 +155,7 @@ impl Word for u32 {
         round_lines(matrix, first, lines);
     }
 
-    fn blocks(matrix: Columns<'_>, first: usize, blocks: &mut [[u32; TILE_ROWS]]) {
+    fn blocks(matrix: Columns<'_>, first: usize, blocks: [&mut [[u32; TILE_ROWS]]; 2]) {
         round_blocks(matrix, first, blocks);
     }
 
@@ -158,16 +164,11 @@ impl Word for u32 {
     }
 }
 
-/// Copies the `N` columns from `first` on of `matrix` `[k, width]`.
-fn copy_columns<'a, const N: usize>(
-    matrix: &[f32],
-    width: usize,
-    first: usize,
-    out: impl Iterator<Item = &'a mut [f32; N]>,
-) {
-    for (out, row) in out.zip(matrix.chunks_exact(width)) {
-        *out = columns(row, first);
-    }
+/// The first eight words of sixteen, and the others.
+#[inline(always)]
+fn halves<W: Copy>(words: [W; LANES]) -> ([W; TILE_ROWS], [W; TILE_ROWS]) {
+    let (low, high) = words.split_at(TILE_ROWS);
+    (*low.first_chunk().expect("half of them"), *high.first_chunk().expect("half of them"))
 }
 
 multiversion! {
@@ -176,54 +177,57 @@ multiversion! {
 
 #[inline(always)]
 fn round_lines_body<I: Isa>(matrix: Columns<'_>, first: usize, lines: &mut [Line<u32>]) {
-    round_runs(matrix, first, lines.iter_mut().map(|line| &mut line.0));
+    round_runs(matrix, first, lines, |line, words| line.0 = words);
 }
 
 multiversion! {
-    fn round_blocks(matrix: Columns<'_>, first: usize, blocks: &mut [[u32; TILE_ROWS]]) = round_blocks_body;
+    fn round_blocks(matrix: Columns<'_>, first: usize, blocks: [&mut [[u32; TILE_ROWS]]; 2]) = round_blocks_body;
 }
 
 #[inline(always)]
-fn round_blocks_body<I: Isa>(matrix: Columns<'_>, first: usize, blocks: &mut [[u32; TILE_ROWS]]) {
-    round_runs(matrix, first, blocks.iter_mut());
+fn round_blocks_body<I: Isa>(matrix: Columns<'_>, first: usize, [low, high]: [&mut [[u32; TILE_ROWS]]; 2]) {
+    round_runs(matrix, first, low.iter_mut().zip(high), |(low, high), words| (*low, *high) = halves(words));
 }
 
-/// Rounds the `N` columns from `first` on to pairs of two rows of a run; an odd last one is paired with zeros.
+/// Rounds the 16 columns from `first` on to pairs of two rows of a run, which go one after the other to `out` by `put`; an
+/// odd last one is paired with zeros.
 #[inline(always)]
-fn round_runs<'a, const N: usize>(
+fn round_runs<O: IntoIterator>(
     (mut matrix, width, runs): Columns<'_>,
     first: usize,
-    mut out: impl Iterator<Item = &'a mut [u32; N]>,
+    out: O,
+    put: impl Fn(O::Item, [u32; LANES]),
 ) {
+    let mut out = out.into_iter();
     for rows in runs {
         let (run, rest) = matrix.split_at(rows * width);
         matrix = rest;
         for (rows, out) in run.chunks(2 * width).zip(out.by_ref()) {
-            *out = round_columns(rows, width, first);
+            put(out, round_columns(rows, width, first));
         }
     }
 }
 
-/// `N` columns of two rows, or of a last one, rounded to pairs.
+/// 16 columns of two rows, or of a last one, rounded to pairs.
 #[inline(always)]
-fn round_columns<const N: usize>(rows: &[f32], width: usize, first: usize) -> [u32; N] {
+fn round_columns(rows: &[f32], width: usize, first: usize) -> [u32; LANES] {
     let (low, high) = rows.split_at(width);
-    let (low, high) = (columns::<N>(low, first), columns::<N>(high, first));
-    let mut words = [0; N];
+    let (low, high) = (columns(low, first), columns(high, first));
+    let mut words = [0; LANES];
     for (word, (low, high)) in words.iter_mut().zip(low.into_iter().zip(high)) {
         *word = pair(low, high);
     }
     words
 }
 
-/// The `N` elements of `row` from `first` on, zeros beyond its end.
+/// The 16 elements of `row` from `first` on, zeros beyond its end.
 #[inline(always)]
-fn columns<const N: usize>(row: &[f32], first: usize) -> [f32; N] {
-    let Some(row) = row.get(first..) else { return [0.0; N] };
+fn columns(row: &[f32], first: usize) -> [f32; LANES] {
+    let Some(row) = row.get(first..) else { return [0.0; LANES] };
     if let Some(whole) = row.first_chunk() {
         return *whole;
     }
-    let mut columns = [0.0; N];
+    let mut columns = [0.0; LANES];
     columns[..row.len()].copy_from_slice(row);
     columns
 }
