@@ -418,8 +418,8 @@ pub(super) fn attend_far<I: Isa>(view: &View<'_, impl Element>, rows: Rows, scra
     attend_passes::<I, _, true>(view, rows, scratch);
 }
 
-/// Whether rows are attended to faster by looking far ahead: several queries of a sequence share what the first has read, it
-/// takes longer than a short one, and without AVX-512 it is the arithmetic that takes the time.
+/// Whether looking far ahead is faster. It is not where several queries of a sequence share what the first has read, where
+/// keys are few, or without AVX-512, where it is the arithmetic that takes the time.
 pub(super) fn looks_far<E>(view: &View<'_, E>, rows: Rows) -> bool {
     let key_bytes = rows.n_keys(rows.n_rows - 1) * view.head_dim * size_of::<E>();
     rows.n_rows <= rows.group && key_bytes >= AHEAD_BYTES && isa::has_wide()
