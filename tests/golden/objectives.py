@@ -86,15 +86,21 @@ def kl_estimate(name, x, ratio):
 
 
 def advantages(batch, algorithm, knobs, objective):
-    """Sets `advantage` (a list, by token) on the rollouts that teach; returns those, prompt by prompt."""
+    """Sets `advantage` (a list, by token) on the rollouts that are trained on; returns those, prompt by prompt.
+
+    Equal rewards leave a group out, unless the loss has more than advantages: every paper's mean is over all completions.
+    DAPO's dynamic sampling leaves them out whatever the loss, and judges before the punishment of equation 13.
+    """
     kl = objective.get("kl")
     in_reward = kl if kl and kl.get("place", "loss") == "reward" else None
     global_baseline = algorithm == "reinforce_plus_plus" and knobs["baseline"] == "none"
+    dynamic = "dynamic_sampling" in objective
+    keeps_equal = not dynamic and (kl is not None or objective.get("entropy_coef", 0.0) != 0.0)
     prompts = []
     for group in batch:
         valid = [r for r in group if not math.isnan(r["reward"])]
-        rewards = [r["reward"] for r in valid]
-        if not global_baseline and (len(valid) < 2 or len(set(rewards)) == 1):
+        equal = len({r["reward"] if dynamic else shaped_reward(r, objective.get("overlong")) for r in valid}) == 1
+        if not global_baseline and (len(valid) < 2 or (equal and not keeps_equal)):
             continue
         totals = []
         for r in valid:
@@ -268,6 +274,7 @@ def cases():
     for name in ("grpo", "dapo", "gspo", "rloo", "reinforce_plus_plus"):
         case(f"{name}, dual clip", name, dual_clip=1.3)
     case("overlong", "dapo", overlong={"max_tokens": 11, "cache_tokens": 6, "factor": 0.5})
+    case("overlong, dynamic sampling", "dapo", overlong={"max_tokens": 11, "cache_tokens": 6, "factor": 0.5}, dynamic_sampling={})
     case("overlong of gspo", "gspo", overlong={"max_tokens": 8, "cache_tokens": 4})
     case("truncated", "dapo", truncated="mask")
     case("truncated, prompt_mean", "grpo", truncated="mask", aggregation="prompt_mean")
@@ -294,6 +301,8 @@ def cases():
     case("reinforce_plus_plus with baseline, k2 in the reward", "reinforce_plus_plus", {"baseline": "group"},
          kl={"coef": 0.1, "estimator": "k2", "place": "reward"})
     case("entropy", "dapo", entropy_coef=0.05)
+    case("entropy, prompt_mean", "grpo", entropy_coef=0.05, aggregation="prompt_mean")
+    case("entropy and k3, dynamic sampling", "dapo", entropy_coef=0.05, kl={"coef": 0.1}, dynamic_sampling={})
     case("everything", "gspo", {"clip_low": 0.05, "clip_high": 0.1}, entropy_coef=0.01, kl={"coef": 0.02}, correction=every,
          aggregation="prompt_mean", **trainer)
     return out

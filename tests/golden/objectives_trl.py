@@ -3,8 +3,9 @@
 
     python objectives_trl.py  # rewrites objectives_trl.safetensors
 
-Laid out as objectives.safetensors is, and made from its batches (see objectives.py); only completions that teach are given to TRL,
-padded, with our advantages. The reference policy is near here: TRL does not clamp its KL. TRL divides an entropy bonus by all tokens
+Laid out as objectives.safetensors is, and made from its batches (see objectives.py). TRL is given the completions that we train on,
+padded, with our advantages: with a KL those of equal rewards are among them, and both trainers count them in their means. Without
+one they have no gradient, TRL counts them all the same, and we leave them out beforehand. The reference policy is near here: TRL does not clamp its KL. TRL divides an entropy bonus by all tokens
 whatever the loss does, and adds 1e-4 to a standard deviation, so neither is compared. TRL's two-sided clip `delta` is the
 dual clip; its CISPO clamps at `epsilon_high` and not at 1 more.
 

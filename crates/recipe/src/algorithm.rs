@@ -8,8 +8,9 @@ use serde::{Deserialize, Serialize};
 /// Each names an advantage, a ratio, a surrogate and a mean. Unless it says otherwise, the advantage is GRPO's, `A =
 /// (R - mean) / (std + 1e-6)` over the group with `std` over `G - 1`, and exactly 0 when all rewards are equal; the
 /// ratio is a token's, `r = exp(policy - old)`; and what is minimised is the mean of `-min(r A, clip(r) A)`. Groups
-/// whose rewards are all equal have no gradient and are left out of the mean, and with them what `objective.overlong`,
-/// `objective.kl` and `objective.entropy_coef` would have taught; REINFORCE++ without a baseline keeps them.
+/// whose rewards, after `objective.overlong`, are all equal have no gradient and are left out of the mean. With
+/// `objective.kl` or `objective.entropy_coef` they have one and stay in it, unless there is `dynamic_sampling`, which
+/// leaves out what is equal before `overlong`. REINFORCE++ without a baseline keeps them in any case.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Algorithm {

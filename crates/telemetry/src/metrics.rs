@@ -119,7 +119,7 @@ metrics! {
     Gauge REWARD_FAILED = "reward/failed" => "r3_reward_failed", "rollouts", 0.0..=0.0,
         "Rollouts of the step whose reward function failed; they leave their group.";
     Gauge FRAC_REWARD_ZERO_STD = "frac_reward_zero_std" => "r3_frac_reward_zero_std", "share", 0.0..=0.8,
-        "Groups whose rewards are all equal and teach nothing.";
+        "Groups whose rewards are all equal: they say nothing about what is better.";
     Counter GROUPS_FILTERED = "groups_filtered_total" => "r3_groups_filtered_total", "groups", POSITIVE,
         "Groups that dynamic sampling sent back because their rewards are all equal.";
     Gauge GROUPS_MISSING = "groups_missing" => "r3_groups_missing", "groups", 0.0..=0.0,

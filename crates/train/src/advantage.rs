@@ -62,7 +62,7 @@ pub fn signal(rewards: &[Option<f64>]) -> Signal {
 }
 
 impl Estimator {
-    /// Whether a group whose rewards are all equal teaches nothing.
+    /// Whether a group whose rewards are all equal has advantages of 0.
     #[must_use]
     pub fn compares_within_groups(self) -> bool {
         self != Self::Batch { group_baseline: false }

@@ -124,11 +124,13 @@ pub struct Batch<'a> {
 impl<'a> Batch<'a> {
     /// Packs complete groups for training on `objective`.
     ///
-    /// Sequences are ordered by (group, index), so the order of arrival never matters. Groups without signal
-    /// are left out, of denominators too, and counted: they have no gradient, and DAPO's dynamic sampling
-    /// (arXiv 2503.14476) shows that counting them only shrinks the others'. Signal is judged on rewards
-    /// before the overlong punishment. The remaining groups are spread over `limits.mini_steps` optimiser
-    /// steps in order, as evenly as they go (the first take one more), over fewer steps where there are fewer
+    /// Sequences are ordered by (group, index), so the order of arrival never matters. Groups whose rewards are all
+    /// equal are counted, and left out, of denominators too, where they have no gradient: DAPO's dynamic sampling
+    /// (arXiv 2503.14476) shows that counting them only shrinks the others'. Where a KL or the entropy gives them one,
+    /// they stay, unless dynamic sampling asks to leave them out. That judges rewards before the overlong punishment, as
+    /// DAPO does, which counts correct answers; without it the punishment is as good a difference as any. A group of
+    /// which fewer than two rewards are valid never stays. The remaining groups are spread over `limits.mini_steps`
+    /// optimiser steps in order, as evenly as they go (the first take one more), over fewer steps where there are fewer
     /// groups; none make no step.
     ///
     /// # Errors
@@ -144,10 +146,12 @@ impl<'a> Batch<'a> {
         for group in order {
             let samples = ordered_samples(group, routes)?;
             counter.add_group(&samples, objective);
-            match weigh(&samples, objective) {
-                (Signal::Mixed, sequences) if !sequences.is_empty() => kept.push(sequences),
-                (Signal::Equal, _) => counter.stats.n_groups_equal += 1,
-                (Signal::TooFew | Signal::Mixed, _) => counter.stats.n_groups_too_few += 1,
+            let (judged, sequences) = weigh(&samples, objective);
+            counter.stats.n_groups_equal += usize::from(judged == Signal::Equal);
+            if !sequences.is_empty() {
+                kept.push(sequences);
+            } else if judged != Signal::Equal {
+                counter.stats.n_groups_too_few += 1;
             }
         }
         leave_out_equal_batch(&mut kept, objective, &mut counter.stats);
@@ -251,19 +255,24 @@ impl<'a> Batch<'a> {
 /// The sequences of one group that are worth a forward, with their advantages.
 fn weigh<'a>(samples: &[Sample<'a>], objective: &Objective) -> (Signal, Vec<Sequence<'a>>) {
     let task: Vec<_> = samples.iter().map(|sample| sample.reward.score().map(f64::from)).collect();
-    let judged = match signal(&task) {
-        // Compared with the whole batch, a reward needs no other in its group.
-        _ if !objective.estimator.compares_within_groups() => Signal::Mixed,
-        judged => judged,
-    };
-    if judged != Signal::Mixed {
-        return (judged, Vec::new());
-    }
     let shaped: Vec<_> = samples
         .iter()
         .zip(&task)
         .map(|(sample, reward)| reward.map(|reward| reward + overlong(sample, objective)))
         .collect();
+    let judged = match signal(if objective.leaves_out_equal { &task } else { &shaped }) {
+        // Compared with the whole batch, a reward needs no other in its group.
+        _ if !objective.estimator.compares_within_groups() => Signal::Mixed,
+        judged => judged,
+    };
+    let stays = match judged {
+        Signal::Mixed => true,
+        Signal::Equal => objective.keeps_equal(),
+        Signal::TooFew => false,
+    };
+    if !stays {
+        return (judged, Vec::new());
+    }
     let group = objective.estimator.advantages(&shaped);
     let mut sequences: Vec<_> = samples
         .iter()
@@ -294,7 +303,9 @@ fn leave_out_equal_batch(kept: &mut Vec<Vec<Sequence<'_>>>, objective: &Objectiv
     let advantages: Vec<_> = kept.iter().flatten().map(|sequence| Some(sequence.advantage)).collect();
     if !objective.estimator.compares_within_groups() && signal(&advantages) != Signal::Mixed {
         stats.n_groups_equal += kept.len();
-        kept.clear();
+        if !objective.keeps_equal() {
+            kept.clear();
+        }
     }
 }
 
@@ -302,11 +313,14 @@ fn leave_out_equal_batch(kept: &mut Vec<Vec<Sequence<'_>>>, objective: &Objectiv
 mod tests {
     use proptest::prelude::{Just, Strategy, prop, prop_assert_eq, proptest};
     use r3_recipe::algorithm::Overlong;
+    use r3_recipe::objective::KlPlace;
 
     use super::*;
     use crate::advantage::Estimator;
     use crate::fixtures::{OwnedRollout, dapo, grpo, with_groups};
+    use crate::loss::kl::KlEstimator;
     use crate::micro_batch::MicroBatch;
+    use crate::objective::KlTerm;
 
     const DIMS: RouteDims = RouteDims { n_layers: 2, top_k: 2, n_experts: 5 };
 
@@ -399,9 +413,36 @@ mod tests {
     }
 
     #[test]
-    fn the_overlong_punishment_moves_advantages_but_not_signal() {
+    fn equal_groups_stay_for_what_else_the_objective_has_unless_dynamic_sampling_leaves_them_out() {
+        let taken = |objective: &Objective| {
+            with_groups(&three_groups(), |groups| {
+                let batch = Batch::pack(groups, objective, limits(1, 100, RoutesUse::None)).unwrap();
+                let of_equal = batch.sequences().iter().filter(|one| one.sample.rollout.group.0 == 2);
+                let advantages: Vec<_> = of_equal.map(|one| one.advantage).collect();
+                (advantages, batch.mini_steps()[0].counts.n_tokens, batch.stats().n_groups_equal)
+            })
+        };
+        let entropy = Objective { entropy_coef: 0.1, ..dapo() };
+        let kl =
+            |place| Objective { kl: Some(KlTerm { coef: 0.1, estimator: KlEstimator::K3, place }), ..dapo() };
+        for objective in [entropy, kl(KlPlace::Loss), kl(KlPlace::Reward)] {
+            assert_eq!(taken(&objective), (vec![0.0, 0.0], 8 + 5, 1));
+            assert_eq!(taken(&Objective { leaves_out_equal: true, ..objective }), (vec![], 8, 1));
+        }
+        let whitened =
+            Objective { estimator: Estimator::Batch { group_baseline: false }, entropy_coef: 0.1, ..dapo() };
+        let equal = [OwnedRollout::new(0, 0, (1, 1), 1.0), OwnedRollout::new(0, 1, (1, 1), 1.0)];
+        with_groups(&equal, |groups| {
+            let batch = Batch::pack(groups, &whitened, limits(1, 100, RoutesUse::None)).unwrap();
+            assert_eq!(batch.sequences().iter().map(|one| one.advantage).collect::<Vec<_>>(), [0.0; 2]);
+            assert_eq!(batch.stats().n_groups_equal, 1);
+        });
+    }
+
+    #[test]
+    fn the_overlong_punishment_moves_advantages_but_not_what_dynamic_sampling_judges() {
         let overlong = Overlong { max_tokens: 4, cache_tokens: 2, factor: 1.0 };
-        let objective = Objective { overlong: Some(overlong), ..dapo() };
+        let objective = Objective { overlong: Some(overlong), leaves_out_equal: true, ..dapo() };
         let pair = |group, rewards: [f32; 2]| {
             [OwnedRollout::new(group, 0, (1, 4), rewards[0]), OwnedRollout::new(group, 1, (1, 2), rewards[1])]
         };
@@ -412,6 +453,13 @@ mod tests {
             assert_eq!(order(&batch), [(0, 0), (0, 1)]);
             assert!((batch.sequences()[1].advantage - 1.0 / 2.0_f64.sqrt()).abs() < 1e-5);
             assert_eq!(batch.stats().overlong_mean, -0.5);
+        });
+        // Otherwise it is as good a signal as any.
+        let objective = Objective { leaves_out_equal: false, ..objective };
+        with_groups(&pair(1, [1.0, 1.0]), |groups| {
+            let batch = Batch::pack(groups, &objective, limits(1, 100, RoutesUse::None)).unwrap();
+            assert!((batch.sequences()[1].advantage - 1.0 / 2.0_f64.sqrt()).abs() < 1e-5);
+            assert_eq!(batch.stats().n_groups_equal, 0);
         });
     }
 

@@ -6,12 +6,12 @@ use crate::batch::{Sample, is_left_out};
 use crate::objective::Objective;
 use crate::overlong::punishment;
 
-/// What the groups of a batch looked like, including those that teach nothing.
+/// What the groups of a batch looked like, including those that are left out.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct BatchStats {
     /// Groups that came.
     pub n_groups: usize,
-    /// Groups left out since their rewards are all equal.
+    /// Groups whose rewards are all equal, left out or not.
     pub n_groups_equal: usize,
     /// Groups left out since fewer than two rewards are valid, or no token is trained on.
     pub n_groups_too_few: usize,

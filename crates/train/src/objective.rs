@@ -48,6 +48,8 @@ pub struct Objective {
     pub overlong: Option<Overlong>,
     /// What is done with completions that were cut off.
     pub truncated: Truncated,
+    /// Whether groups whose rewards are all equal are left out, whatever else they would teach: dynamic sampling.
+    pub leaves_out_equal: bool,
 }
 
 /// What being away from the reference costs.
@@ -92,7 +94,15 @@ impl Objective {
         objective.old_logprobs = terms.old_logprobs;
         objective.overlong = terms.overlong(algorithm).cloned();
         objective.truncated = terms.truncated;
+        objective.leaves_out_equal = terms.dynamic_sampling(algorithm).is_some();
         objective
+    }
+
+    /// Whether groups whose rewards are all equal are trained on: they have a gradient, from a KL to the reference or
+    /// from the entropy, and nobody asked to leave them out.
+    #[must_use]
+    pub fn keeps_equal(&self) -> bool {
+        !self.leaves_out_equal && (self.kl.is_some() || self.entropy_coef != 0.0)
     }
 
     /// The four choices, and nothing else.
@@ -108,6 +118,7 @@ impl Objective {
             old_logprobs: OldLogprobs::Rollout,
             overlong: None,
             truncated: Truncated::Keep,
+            leaves_out_equal: false,
         }
     }
 }

@@ -345,6 +345,27 @@ fn nothing_to_learn_changes_nothing() {
 }
 
 #[test]
+fn equal_rewards_leave_a_kl_and_the_entropy_to_learn_from() {
+    let equal: Vec<_> = rollouts().into_iter().filter(|rollout| rollout.index != 1).collect();
+    let run = |objective: Objective, with_reference: bool| {
+        let mut trainer = trainer(&objective);
+        if with_reference {
+            trainer = trainer.with_reference(tiny_policy(2));
+        }
+        let stats: Vec<_> = (0..8).map(|_| step(&mut trainer, &equal, WHOLE).unwrap()).collect();
+        assert!(stats.iter().all(|one| (one.mini_steps, one.batch.n_groups_equal) == (1, 3)));
+        [stats[0].actor, stats[7].actor]
+    };
+    let [first, last] = run(with_kl(KlPlace::Loss), true);
+    assert!(last.kl_loss.unwrap() < 0.7 * first.kl_loss.unwrap(), "{first:?} then {last:?}");
+    let [first, last] = run(Objective { entropy_coef: 1.0, ..dapo() }, false);
+    assert!(last.entropy > first.entropy, "{first:?} then {last:?}");
+    // What is compared is the reward less its KL: the completion that the reference would rather not have loses.
+    let [first, last] = run(with_kl(KlPlace::Reward), true);
+    assert!(last.reward_kl.is_some() && last.pg_loss < first.pg_loss - 0.05, "{first:?} then {last:?}");
+}
+
+#[test]
 fn a_weight_that_is_not_a_number_stops_the_step_before_any_update() {
     let mut trainer = trainer(&objectives()[0]);
     let (_, var) = trainer.policy().vars().last().unwrap();
