@@ -1,6 +1,7 @@
 //! Sorting a batch by expert: who goes where, and how to find the way back.
 
 use std::cmp::Reverse;
+use std::mem;
 use std::ops::Range;
 
 use crate::isa::{Isa, multiversion};
@@ -22,7 +23,7 @@ pub(super) struct Dispatch {
     segments: Vec<Segment>,
 }
 
-/// Rows of one expert, few enough for one task.
+/// Rows of one expert for one task.
 #[derive(Clone, Debug)]
 pub(super) struct Segment {
     pub(super) expert: usize,
@@ -61,18 +62,25 @@ impl Dispatch {
     }
 
     fn cut(&mut self) {
-        self.segments.clear();
+        let mut segments = mem::take(&mut self.segments);
+        segments.clear();
         // What the worst routing of such a batch takes, so that later ones do not allocate.
-        self.segments.reserve(self.n_experts() + self.n_rows() / Self::MAX_ROWS);
+        segments.reserve(self.n_experts() + self.n_rows() / Self::MAX_ROWS);
+        self.cut_into(&mut segments, Self::MAX_ROWS);
+        self.segments = segments;
+    }
+
+    /// Adds all rows to `segments`, at most `max_rows` of one expert in each, the longest first, so that threads that take
+    /// them in turns end together.
+    fn cut_into(&self, segments: &mut Vec<Segment>, max_rows: usize) {
         for expert in 0..self.n_experts() {
             let rows = self.expert_rows(expert);
-            for start in rows.clone().step_by(Self::MAX_ROWS) {
-                let rows = start..rows.end.min(start + Self::MAX_ROWS);
-                self.segments.push(Segment { expert, rows });
+            for start in rows.clone().step_by(max_rows) {
+                let rows = start..rows.end.min(start.saturating_add(max_rows));
+                segments.push(Segment { expert, rows });
             }
         }
-        // The longest first, so that threads end together.
-        self.segments.sort_unstable_by_key(|segment| (Reverse(segment.rows.len()), segment.rows.start));
+        segments.sort_unstable_by_key(|segment| (Reverse(segment.rows.len()), segment.rows.start));
     }
 
     pub(super) fn n_experts(&self) -> usize {
@@ -92,6 +100,13 @@ impl Dispatch {
     /// All rows, cut into tasks, the longest first.
     pub(super) fn segments(&self) -> &[Segment] {
         &self.segments
+    }
+
+    /// The experts that have rows, with all of theirs, the busiest first.
+    pub(super) fn busy_experts(&self) -> Vec<Segment> {
+        let mut experts = Vec::with_capacity(self.n_experts());
+        self.cut_into(&mut experts, usize::MAX);
+        experts
     }
 
     /// The tokens of `rows`.

@@ -256,6 +256,10 @@ proptest! {
         covered.sort_unstable();
         prop_assert!(dispatch.segments().is_sorted_by_key(|segment| Reverse(segment.rows.len())));
         prop_assert_eq!(covered, (0..pairs.len()).collect::<Vec<_>>());
+        let busy = dispatch.busy_experts();
+        prop_assert!(busy.is_sorted_by_key(|busy| Reverse(busy.rows.len())));
+        prop_assert!(busy.iter().all(|busy| !busy.rows.is_empty() && busy.rows == dispatch.expert_rows(busy.expert)));
+        prop_assert_eq!(busy.iter().map(|busy| busy.rows.len()).sum::<usize>(), pairs.len());
         for segment in dispatch.segments() {
             for row in segment.rows.clone() {
                 prop_assert_eq!(segment.expert, usize::from(choice.ids()[expected[row]]));

@@ -1,7 +1,5 @@
 //! The experts as the trainer runs them: a forward that keeps what the gradient needs, and that gradient.
 
-use std::cmp::Reverse;
-
 use super::dispatch::Dispatch;
 use super::{Experts, Routed};
 use crate::cast::round_rows_here;
@@ -80,12 +78,9 @@ impl ExpertTrace {
             gate_up: Stack::new(out.gate_up),
             down: Stack::new(out.down),
         };
-        // The busiest first, so that threads end together.
-        let mut busy: Vec<_> = (0..dispatch.n_experts()).collect();
-        busy.retain(|&expert| !dispatch.expert_rows(expert).is_empty());
-        busy.sort_by_key(|&expert| Reverse(dispatch.expert_rows(expert).len()));
+        let busy = dispatch.busy_experts();
         parallel::for_each(busy.len(), n_rows * 6 * inter * width, |i| {
-            self.expert_backward(busy[i], operands, (grad, &row_gates), &parts);
+            self.expert_backward(busy[i].expert, operands, (grad, &row_gates), &parts);
         });
         out.gates.copy_from_slice(&dispatch.to_pairs(&row_gates_grad));
         if let (Some(x), Some(rows_grad)) = (out.x, &rows_grad) {
