@@ -3,6 +3,8 @@
 use std::fmt;
 use std::path::Path;
 
+use r3_core::count::counted;
+
 use crate::check_learning::{check_numerics, check_over_sampling, check_sft, check_train};
 use crate::check_objective::{check_algorithm, check_objective};
 use crate::check_replay::{ReplayConflict, check_replay};
@@ -141,7 +143,7 @@ pub enum Rule {
         mini_steps: usize,
     },
     /// More groups kept for the next step than one step trains on: the oldest would not fit into it.
-    #[error("`rollout.over_sampling_groups` is {over_sampling_groups}, but a step trains on {groups} groups")]
+    #[error("`rollout.over_sampling_groups` is {over_sampling_groups}, but a step trains on {}", counted(*groups, "group"))]
     OverSampledBatch {
         /// `rollout.over_sampling_groups`.
         over_sampling_groups: usize,
@@ -151,7 +153,7 @@ pub enum Rule {
     /// Groups that go on into the next step would be too stale for it.
     #[error(
         "`train.max_staleness` is {max_staleness}, but groups that `rollout.over_sampling_groups` leaves for the next \
-         step are {mini_steps} optimiser steps old by then"
+         step are {} old by then", counted(*mini_steps, "optimiser step")
     )]
     OverSampledStaleness {
         /// `train.mini_steps`.
@@ -188,7 +190,8 @@ pub enum Rule {
     },
     /// No completion is ever long enough to be punished.
     #[error(
-        "overlong punishment begins after {free_tokens} tokens, but a completion has at most {max_new_tokens}"
+        "overlong punishment begins after {}, but a completion has at most {max_new_tokens}",
+        counted(*free_tokens, "token")
     )]
     OverlongOutOfReach {
         /// Dotted path of `max_tokens`.
@@ -239,7 +242,7 @@ pub enum Rule {
         pairs: u64,
     },
     /// More problems to evaluate than held out.
-    #[error("`{path}` is {problems}, but the task holds out only {held_out} problems")]
+    #[error("`{path}` is {problems}, but the task holds out only {}", counted(*held_out, "problem"))]
     TooFewHeldOut {
         /// Dotted path of the key.
         path: &'static str,
@@ -518,5 +521,27 @@ impl Number for u64 {
 impl Number for usize {
     fn to_f64(self) -> f64 {
         self as f64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_is_said_as_one() {
+        let path = "eval.problems";
+        let said = [
+            Rule::OverSampledBatch { over_sampling_groups: 2, groups: 1 },
+            Rule::OverSampledStaleness { mini_steps: 1, max_staleness: 0 },
+            Rule::OverlongOutOfReach { path, free_tokens: 1, max_new_tokens: 1 },
+            Rule::TooFewHeldOut { path, problems: 2, held_out: 1 },
+        ]
+        .map(|rule| rule.to_string());
+        let ends = ["trains on 1 group", "1 optimiser step old by then", "at most 1", "only 1 problem"];
+        for (said, end) in said.iter().zip(ends) {
+            assert!(said.ends_with(end), "{said}");
+        }
+        assert!(said[2].contains("after 1 token,"), "{}", said[2]);
     }
 }
