@@ -71,6 +71,7 @@ pub(crate) fn worker_parts(reward: Arc<dyn Reward>, deadline: Duration) -> (Work
         dataset: Arc::new(dataset()),
         tokenizer: Arc::new(tokenizer),
         pending: Pending::default(),
+        n_refits: 0,
     };
     (parts, reader)
 }

@@ -21,7 +21,7 @@ pub struct Scored {
 /// Which weights an engine holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Origin {
-    /// Refits since the engine started.
+    /// Refits since the run began, whichever process made them. The engine's own epoch ends with an evaluation, too.
     pub weight_epoch: u64,
     /// One hash over all tensors.
     pub model_hash: u64,

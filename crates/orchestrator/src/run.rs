@@ -194,6 +194,8 @@ impl<'a> Run<'a> {
             dataset: task.dataset,
             tokenizer: task.tokenizer,
             pending,
+            // Every step ends with one.
+            n_refits: step,
         })?;
         // Nothing of an earlier run is touched before all that can be refused has been.
         let metrics = dir.join(METRICS);

@@ -95,6 +95,8 @@ pub struct WorkerParts {
     pub tokenizer: Arc<Tokenizer>,
     /// What an earlier process left unfinished.
     pub pending: Pending,
+    /// Refits of the run by then.
+    pub n_refits: u64,
 }
 
 /// The worker itself, on its thread.
@@ -300,7 +302,7 @@ impl Worker {
     }
 
     fn origin(&self) -> Origin {
-        Origin { weight_epoch: self.parts.engine.epoch(), model_hash: self.model_hash }
+        Origin { weight_epoch: self.parts.n_refits, model_hash: self.model_hash }
     }
 
     /// Loads trained weights. Should that fail, whatever is in flight goes on under the old ones.
@@ -308,6 +310,7 @@ impl Worker {
         let source = Beating { source: weights, pulse: &self.pulse };
         let report = self.parts.engine.refit(&source, version)?;
         self.model_hash = model_hash(&report.hashes);
+        self.parts.n_refits += 1;
         let n_rollouts = self.parts.engine.n_open_requests();
         match self.parts.spec.in_flight {
             InFlight::Abort => self.take_back(),

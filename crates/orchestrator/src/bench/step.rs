@@ -205,6 +205,7 @@ impl Parts {
             dataset: Arc::new(Dataset { train: vec![problem()], held_out: Vec::new() }),
             tokenizer,
             pending: Pending::default(),
+            n_refits: 0,
         })?;
         let (buffer, vocab_size) = (GroupBuffer::new(reader), subject.config.vocab_size);
         Ok(Self { worker, buffer, trainer, objective, vocab_size })
