@@ -258,3 +258,47 @@ fn a_model_without_a_tokenizer() {
     hint: check the path and its permissions; paths are relative to where r3 runs
     ");
 }
+
+#[test]
+fn a_model_is_written_neither_over_a_run_nor_into_one_that_is_at_work() {
+    let directory = Directory::with_model();
+    directory.done(&["sft", "sft.yaml"]);
+    directory.done(&["run", "recipe.yaml", "--set", "model.path=warm"]);
+    let names = || {
+        let entries = fs::read_dir(directory.path("run")).unwrap();
+        let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    let (before, sft) = (names(), ["sft", "sft.yaml", "--overwrite", "--set"]);
+    let over_run = directory.refused(&["export", "run", "run"]);
+    assert_snapshot!(over_run, @"
+    exit 2
+    error: run is the directory of a run
+
+    hint: choose another directory, or one inside it: whoever names the run would get this model instead of its newest checkpoint
+    ");
+    assert_eq!(directory.refused(&["new-model", ".", "run"]), over_run);
+    assert_eq!(directory.refused(&[&sft[..], &["run.out=run"]].concat()), over_run);
+    assert_eq!(names(), before);
+
+    let held = fs::File::open(directory.path("run/.lock")).unwrap();
+    held.try_lock().unwrap();
+    let busy = directory.refused(&[&sft[..], &["run.out=run/step-000002"]].concat());
+    let root = directory.path("run").canonicalize().unwrap();
+    assert_snapshot!(busy.replace(&*root.to_string_lossy(), "DIR/run"), @"
+    exit 2
+    error: another process runs in DIR/run
+
+    hint: wait for it, stop it, or choose another directory, which --set run.out=DIR sets in a recipe
+    ");
+    assert_snapshot!(directory.refused(&["compare", "recipe.yaml"]), @"
+    exit 2
+    error: another process runs in run
+
+    hint: wait for it, stop it, or choose another directory, which --set run.out=DIR sets in a recipe
+    ");
+    directory.done(&["export", "run", "run/exported"]);
+    drop(held);
+    directory.done(&[&sft[..], &["run.out=run/step-000002"]].concat());
+}

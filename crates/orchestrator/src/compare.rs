@@ -9,6 +9,7 @@ use r3_telemetry::report::{Comparison, Runs, html};
 
 use crate::error::{RunError, io_at};
 use crate::run::{RunOptions, run};
+use crate::run_dir::RunDir;
 
 /// Two runs that differ in replay only.
 #[derive(Clone, Debug)]
@@ -24,8 +25,10 @@ pub struct Compared {
 /// The run without replay records routes too, but only to count where the trainer's router disagrees.
 ///
 /// # Errors
-/// Whatever stops one of the runs, or keeps the report from being written.
+/// Whatever stops one of the runs, or keeps the report from being written; or that another process is at work in `run.out`.
 pub fn compare(recipe: &Recipe, options: &RunOptions) -> Result<Compared, RunError> {
+    // Both halves are one result: nobody else begins the first while the second runs.
+    let _dir = RunDir::lock(&recipe.run.out)?;
     let side = |name: &str, mode: ReplayMode| {
         let mut recipe = recipe.clone();
         let diagnose = mode == ReplayMode::Off;

@@ -60,6 +60,8 @@ pub enum RunError {
     OutFileBusy { path: PathBuf },
     #[error("{} holds a model already", path.display())]
     WeightsThere { path: PathBuf },
+    #[error("{} is the directory of a run", path.display())]
+    RunThere { path: PathBuf },
     #[error("{} starts from {}, which --overwrite would remove", path.display(), model.display())]
     ModelOverwritten { model: PathBuf, path: PathBuf },
     #[error("{} holds no checkpoint to resume from", path.display())]
@@ -183,9 +185,8 @@ impl RunError {
             Self::OutFileTaken { .. } => "replace it with --overwrite, or write to another file".into(),
             Self::OutFileBusy { .. } => "wait for it, stop it, or write to another file".into(),
             Self::WeightsThere { .. } => "choose another directory, or remove that one first".into(),
-            Self::OutBusy { .. } => {
-                "wait for it, stop it, or choose another directory with --set run.out=DIR".into()
-            }
+            Self::RunThere { .. } => RUN_THERE.into(),
+            Self::OutBusy { .. } => OUT_BUSY.into(),
             Self::ModelOverwritten { .. } => "write to another directory with --set run.out=DIR".into(),
             Self::ForeignReference { .. } => {
                 "set `objective.kl.reference` to a model of the same configuration, such as `model.path`"
@@ -241,6 +242,7 @@ impl RunError {
             | Self::OutFileTaken { .. }
             | Self::OutFileBusy { .. }
             | Self::WeightsThere { .. }
+            | Self::RunThere { .. }
             | Self::ModelOverwritten { .. }
             | Self::NothingToResume { .. }
             | Self::ForeignReference { .. }
@@ -326,6 +328,11 @@ fn io_hint(error: &io::Error) -> &'static str {
     }
 }
 
+const RUN_THERE: &str = "choose another directory, or one inside it: whoever names the run would get this model instead of its newest \
+                         checkpoint";
+const OUT_BUSY: &str =
+    "wait for it, stop it, or choose another directory, which --set run.out=DIR sets in a recipe";
+
 /// A path that is wrong is its author's to change; room, memory, files and threads are the machine's.
 fn io_class(error: &io::Error) -> ExitClass {
     match error.kind() {
@@ -383,6 +390,7 @@ mod tests {
             (ExitClass::Usage, RunError::OutFileTaken { path: path() }),
             (ExitClass::Usage, RunError::OutFileBusy { path: path() }),
             (ExitClass::Usage, RunError::WeightsThere { path: path() }),
+            (ExitClass::Usage, RunError::RunThere { path: path() }),
             (ExitClass::Usage, RunError::ModelOverwritten { model: path(), path: path() }),
             (ExitClass::Usage, RunError::NothingToResume { path: path() }),
             (ExitClass::Usage, RunError::ForeignReference { path: path() }),

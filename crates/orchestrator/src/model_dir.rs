@@ -16,6 +16,7 @@ use r3_wire::error::WireError;
 use r3_wire::model::ModelShape;
 
 use crate::error::{RunError, io_at};
+use crate::run_dir::hold_for_model;
 
 /// A model directory that was written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,8 +76,8 @@ pub fn create(config: &Path, out: &Path, seed: u64, dtype: Dtype) -> Result<Writ
 /// Copies the model of `checkpoint`, as [`resolve`] finds it, in a format that `transformers` loads.
 ///
 /// # Errors
-/// If it is not a whole model, its weights are not those that a run saved there, `out` holds a model already, or the files
-/// cannot be written.
+/// If it is not a whole model, its weights are not those that a run saved there, `out` holds a model already or is the
+/// directory of a run, or the files cannot be written.
 pub fn export(checkpoint: &Path, out: &Path, dtype: Dtype) -> Result<Written, RunError> {
     let dir = resolve(checkpoint)?;
     let model = open(&dir)?;
@@ -87,8 +88,8 @@ pub fn export(checkpoint: &Path, out: &Path, dtype: Dtype) -> Result<Written, Ru
 /// they are of, and gives the numbers in them.
 ///
 /// # Errors
-/// If it has none, its weights are not those that a run saved there, `out` holds an adapter already, or the files cannot be
-/// written.
+/// If it has none, its weights are not those that a run saved there, `out` holds an adapter already or is the directory of a
+/// run, or the files cannot be written.
 pub fn export_adapter(checkpoint: &Path, out: &Path) -> Result<usize, RunError> {
     let dir = resolve(checkpoint)?;
     let config = ModelConfig::load(&dir)?;
@@ -96,9 +97,10 @@ pub fn export_adapter(checkpoint: &Path, out: &Path) -> Result<usize, RunError> 
     if out.join(PEFT_CONFIG).exists() {
         return Err(RunError::WeightsThere { path: out.to_path_buf() });
     }
+    let _held = hold_for_model(out)?;
     verify_weights(&dir)?;
-    fs::create_dir_all(out).map_err(io_at(out))?;
-    adapter.write_peft(out, &config)?;
+    let made = Made::at(out)?;
+    adapter.write_peft(out, &config).inspect_err(|_| made.remove())?;
     Ok(adapter.n_parameters())
 }
 
@@ -129,17 +131,42 @@ const INDEX: &str = "model.safetensors.index.json";
 /// Makes sure that a model can be written into `out`, for those who have to train it first. Leaves no trace there.
 ///
 /// # Errors
-/// If `out` is not a directory, cannot be made one, or takes no files.
+/// If `out` is not a directory, cannot be made one, takes no files, or is the directory of a run.
 pub(crate) fn check_place(out: &Path) -> Result<(), RunError> {
-    fs::create_dir_all(out).map_err(io_at(out))?;
+    let _held = hold_for_model(out)?;
+    let made = Made::at(out)?;
     let probe = out.join(PROBE);
-    match fs::create_dir(&probe) {
-        Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(io_at(out)(error)),
-        _ => fs::remove_dir(&probe).map_err(io_at(&probe))?,
+    let probed = match fs::create_dir(&probe) {
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(io_at(out)(error)),
+        _ => fs::remove_dir(&probe).map_err(io_at(&probe)),
+    };
+    made.remove();
+    probed
+}
+
+/// The directories that had to be made for a path, deepest first.
+struct Made(Vec<PathBuf>);
+
+impl Made {
+    /// Makes the directory `path` and those above it that are missing.
+    fn at(path: &Path) -> Result<Self, RunError> {
+        let missing = path.ancestors().take_while(|dir| !dir.as_os_str().is_empty() && !dir.exists());
+        let made = Self(missing.map(Path::to_path_buf).collect());
+        match fs::create_dir_all(path) {
+            Ok(()) => Ok(made),
+            Err(source) => {
+                made.remove();
+                Err(io_at(path)(source))
+            }
+        }
     }
-    // A directory that holds files stays.
-    let _ = fs::remove_dir(out);
-    Ok(())
+
+    /// Removes them, but for those that hold something by now.
+    fn remove(&self) {
+        for dir in &self.0 {
+            let _ = fs::remove_dir(dir);
+        }
+    }
 }
 
 /// Made and removed to see whether a directory takes files.
@@ -152,20 +179,22 @@ const UNFINISHED: &str = ".unfinished";
 /// later directory's win, then config and weights.
 ///
 /// # Errors
-/// If a tensor cannot be read or a file cannot be written. What was in `out` is whole then, unless moving failed.
+/// If a tensor cannot be read, a file cannot be written, or `out` is the directory of a run. What was in `out` is whole
+/// then, unless moving failed.
 pub(crate) fn write(
     out: &Path,
     companions: &[&Path],
     (model, weights): (&ModelConfig, &dyn TensorSource),
     dtype: Dtype,
 ) -> Result<(), RunError> {
-    fs::create_dir_all(out).map_err(io_at(out))?;
+    let _held = hold_for_model(out)?;
+    let made = Made::at(out)?;
     let staged = out.join(UNFINISHED);
     let written = stage(&staged, companions, (model, weights), dtype).and_then(|()| publish(&staged, out));
     if let Err(error) = written {
-        // The error at hand matters more than one while cleaning up. A directory that held files before stays.
+        // The error at hand matters more than one while cleaning up.
         let _ = fs::remove_dir_all(&staged);
-        let _ = fs::remove_dir(out);
+        made.remove();
         return Err(error);
     }
     Ok(())
@@ -324,7 +353,7 @@ mod tests {
     #[test]
     fn what_cannot_be_exported_leaves_nothing_behind() {
         let dir = tempfile::tempdir().unwrap();
-        let (from, to) = (dir.path().join("from"), dir.path().join("to"));
+        let (from, to) = (dir.path().join("from"), dir.path().join("above/to"));
         create(&assets(), &from, 1, Dtype::F32).unwrap();
         let path = from.join("model.safetensors");
         let mut bytes = fs::read(&path).unwrap();
@@ -332,6 +361,21 @@ mod tests {
         bytes[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
         fs::write(&path, bytes).unwrap();
         assert!(export(&from, &to, Dtype::Bf16).is_err());
-        assert!(!to.exists());
+        assert_eq!(names(dir.path()), ["from"]);
+    }
+
+    #[test]
+    fn looking_at_a_place_leaves_no_directory_that_was_not_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("one/two/three");
+        check_place(&out).unwrap();
+        assert!(names(dir.path()).is_empty());
+        fs::create_dir_all(out.parent().unwrap()).unwrap();
+        check_place(&out).unwrap();
+        assert!(names(out.parent().unwrap()).is_empty(), "what was there stays");
+        fs::write(&out, "a file").unwrap();
+        let below = dir.path().join("one/other/..").join("two/three/four");
+        assert!(check_place(&below).is_err());
+        assert_eq!(names(&dir.path().join("one")), ["two"]);
     }
 }

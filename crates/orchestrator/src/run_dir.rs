@@ -108,6 +108,22 @@ impl RunDir {
     }
 }
 
+/// Keeps runs away while a model is written into `out`, until what is returned is dropped. Makes nothing.
+///
+/// # Errors
+/// If `out` is the directory of a run, whose checkpoints nobody would find any more beside a model, or another process runs
+/// there; or if it is a checkpoint of a run that another process runs.
+pub(crate) fn hold_for_model(out: &Path) -> Result<Option<RunDir>, RunError> {
+    let found = out.canonicalize().unwrap_or_else(|_| out.to_path_buf());
+    let is_checkpoint = found.file_name().is_some_and(|name| is_checkpoint_name(&name.to_string_lossy()));
+    let run = found.parent().filter(|_| is_checkpoint).unwrap_or(out);
+    let held = run.join(LOCK).exists().then(|| RunDir::lock(run)).transpose()?;
+    if out.join(METRICS).exists() || !checkpoints(out)?.is_empty() {
+        return Err(RunError::RunThere { path: out.to_path_buf() });
+    }
+    Ok(held)
+}
+
 /// Whether a run left anything in `path`.
 fn is_taken(path: &Path) -> Result<bool, RunError> {
     Ok([METRICS, RECIPE].iter().any(|name| path.join(name).exists()) || !checkpoints(path)?.is_empty())
@@ -122,15 +138,17 @@ fn checkpoints(path: &Path) -> Result<Vec<PathBuf>, RunError> {
     let mut found = Vec::new();
     for entry in entries {
         let entry = entry.map_err(io_at(path))?;
-        let name = entry.file_name().to_string_lossy().into_owned();
-        let digits = name.strip_prefix("step-").map(|rest| rest.strip_suffix(".tmp").unwrap_or(rest));
-        let is_numbered = digits
-            .is_some_and(|digits| digits.len() >= 6 && digits.bytes().all(|byte| byte.is_ascii_digit()));
-        if is_numbered && entry.path().is_dir() {
+        if is_checkpoint_name(&entry.file_name().to_string_lossy()) && entry.path().is_dir() {
             found.push(entry.path());
         }
     }
     Ok(found)
+}
+
+/// `step-000010` or `step-000010.tmp`.
+fn is_checkpoint_name(name: &str) -> bool {
+    let digits = name.strip_prefix("step-").map(|rest| rest.strip_suffix(".tmp").unwrap_or(rest));
+    digits.is_some_and(|digits| digits.len() >= 6 && digits.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
 #[cfg(test)]
@@ -149,6 +167,25 @@ mod tests {
         assert!(matches!(RunDir::lock(dir.path()), Err(RunError::OutBusy { .. })));
         drop(run_dir);
         RunDir::lock(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn a_model_is_written_neither_over_a_run_nor_under_one_that_is_at_work() {
+        let (dir, run_dir) = run_dir();
+        let checkpoint = dir.path().join("step-000002");
+        let busy = |out: &Path| matches!(hold_for_model(out), Err(RunError::OutBusy { .. }));
+        assert!(busy(dir.path()) && busy(&checkpoint));
+        assert!(hold_for_model(&dir.path().join("export")).unwrap().is_none(), "a run does not mind");
+        drop(run_dir);
+        let held = hold_for_model(&checkpoint).unwrap();
+        assert!(held.is_some() && matches!(RunDir::lock(dir.path()), Err(RunError::OutBusy { .. })));
+        drop(held);
+        hold_for_model(dir.path()).expect("a run that was refused left nothing but its lock");
+        fs::create_dir(&checkpoint).unwrap();
+        assert!(matches!(hold_for_model(dir.path()), Err(RunError::RunThere { .. })));
+        let other = tempfile::tempdir().unwrap();
+        fs::write(other.path().join(METRICS), "").unwrap();
+        assert!(matches!(hold_for_model(other.path()), Err(RunError::RunThere { .. })));
     }
 
     #[test]
