@@ -230,7 +230,7 @@ fn rollout() {
 
     Each line written is one sample: tokens, logprobs, versions, turns, text and routes; docs/json.md
     explains every key. `r3 score` replays them, `r3 routes` converts them. The file appears when it is
-    whole.
+    whole. Ctrl-C or SIGTERM leaves whole lines in FILE.partial and exits with 130.
 
     Usage: r3 rollout [OPTIONS] --out <FILE> <--prompts <FILE>|--recipe <RECIPE>> <MODEL>
 

@@ -1,7 +1,9 @@
-//! Ctrl-C: the step is finished and saved, and the run goes on later.
+//! Ctrl-C and SIGTERM: what there is is saved, and a run goes on later.
 
+use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Stdio};
+use std::thread;
 
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -12,6 +14,16 @@ const STEPS: &str = "run.steps=20000";
 
 /// Starts `r3` and interrupts it once it has printed a line with `until` in it; returns exit code and stderr.
 fn interrupted(directory: &Directory, arguments: &[&str], until: &str) -> (i32, String) {
+    signalled(directory, arguments, (until, &|| true), Signal::INT)
+}
+
+/// The same with any signal, which waits until `is_time`, too.
+fn signalled(
+    directory: &Directory,
+    arguments: &[&str],
+    (until, is_time): (&str, &dyn Fn() -> bool),
+    signal: Signal,
+) -> (i32, String) {
     let mut command = directory.command(env!("CARGO_BIN_EXE_r3"));
     let mut child: Child =
         command.args(arguments).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
@@ -20,7 +32,11 @@ fn interrupted(directory: &Directory, arguments: &[&str], until: &str) -> (i32, 
     while !said.lines().next_back().is_some_and(|line| line.contains(until)) {
         assert_ne!(stderr.read_line(&mut said).unwrap(), 0, "it ended early: {said}");
     }
-    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+    while !is_time() {
+        assert_eq!(child.try_wait().unwrap(), None, "it ended early: {said}");
+        thread::yield_now();
+    }
+    kill_process(Pid::from_child(&child), signal).unwrap();
     stderr.read_to_string(&mut said).unwrap();
     (child.wait().unwrap().code().expect("it ends by itself"), said)
 }
@@ -55,4 +71,32 @@ fn an_interrupted_comparison_says_how_to_start_again() {
     let (code, said) = interrupted(&directory, &["compare", "recipe.yaml", "--set", STEPS], " 1/20000 ");
     assert_eq!(code, 130, "{said}");
     assert!(said.ends_with("\nhint: start it again with --overwrite\n"), "{said}");
+}
+
+#[test]
+fn an_interrupted_rollout_leaves_whole_lines_under_a_name_that_says_that_they_are_not_all() {
+    let directory = Directory::with_model();
+    directory.write("prompts.jsonl", "{\"prompt\": \"1+1=\"}\n".repeat(200_000));
+    let rollout =
+        ["rollout", "model", "--prompts", "prompts.jsonl", "--out", "out.jsonl", "--max-new-tokens", "8"];
+    for signal in [Signal::INT, Signal::TERM] {
+        let partial = directory.path("out.jsonl.partial");
+        let has_lines = || fs::metadata(&partial).is_ok_and(|found| found.len() > 0);
+        let (code, said) = signalled(&directory, &rollout, ("KV memory ", &has_lines), signal);
+        assert_eq!(code, 130, "{said}");
+        let error = said.lines().find(|line| line.starts_with("error: ")).expect("it says why it ends");
+        let n: usize = error
+            .strip_prefix("error: interrupted; ")
+            .and_then(|rest| rest.split_once(" of 200000 lie in out.jsonl.partial"))
+            .and_then(|(count, _)| count.split_once(" rollout")?.0.parse().ok())
+            .expect(error);
+        let partial = fs::read_to_string(&partial).unwrap();
+        assert!(n > 0 && partial.ends_with('\n'));
+        assert_eq!(partial.lines().count(), n);
+        assert!(!directory.path("out.jsonl").exists());
+        fs::remove_file(directory.path("out.jsonl.partial")).unwrap();
+        assert!(said.ends_with(
+            "\nhint: start it again, which samples all of them, or keep those under another name\n"
+        ));
+    }
 }

@@ -1,6 +1,7 @@
 //! The engine: requests in, one forward a tick, finished rollouts out.
 
 use std::collections::HashMap;
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use r3_core::ids::{GroupId, PolicyVersion, SequenceId, TokenId};
@@ -193,7 +194,7 @@ impl Engine {
         }
     }
 
-    /// Ticks until a rollout has ended or there is no work, and calls `after` after every tick.
+    /// Ticks until a rollout has ended or there is no work, and calls `after` after every tick, which may end it, too.
     ///
     /// On a thread of the current pool: there a tick's team gathers without the caller being put to sleep and woken,
     /// which takes 20 us.
@@ -202,12 +203,14 @@ impl Engine {
     /// As a tick does.
     pub fn tick_until_finished(
         &mut self,
-        mut after: impl FnMut(&Self, TickStats) + Send,
+        mut after: impl FnMut(&Self, TickStats) -> ControlFlow<()> + Send,
     ) -> Result<(), EngineError> {
         rayon::scope(|_| {
             while self.has_work() && !self.scheduler.has_finished() {
                 let stats = self.tick()?;
-                after(self, stats);
+                if after(self, stats).is_break() {
+                    break;
+                }
             }
             Ok(())
         })

@@ -114,6 +114,8 @@ pub enum RunError {
     Interrupted { step: u64 },
     #[error("interrupted at step {step}; nothing was written")]
     Discarded { step: u64 },
+    #[error("interrupted; {} of {n_rollouts} lie in {}", counted(*n_written, "rollout"), path.display())]
+    Unfinished { n_written: u64, n_rollouts: u64, path: PathBuf },
 }
 
 /// How the process ends; the numbers are part of r3's interface.
@@ -226,6 +228,7 @@ impl RunError {
             }
             Self::Interrupted { .. } => "continue with --resume".into(),
             Self::Discarded { .. } => "start it again".into(),
+            Self::Unfinished { .. } => UNFINISHED.into(),
         }
     }
 
@@ -285,7 +288,9 @@ impl RunError {
             Self::Frame(_) | Self::WorkerGone | Self::Stale { .. } | Self::ForeignLayers { .. } => {
                 ExitClass::Bug
             }
-            Self::Interrupted { .. } | Self::Discarded { .. } => ExitClass::Interrupted,
+            Self::Interrupted { .. } | Self::Discarded { .. } | Self::Unfinished { .. } => {
+                ExitClass::Interrupted
+            }
         }
     }
 }
@@ -332,6 +337,7 @@ const RUN_THERE: &str = "choose another directory, or one inside it: whoever nam
                          checkpoint";
 const OUT_BUSY: &str =
     "wait for it, stop it, or choose another directory, which --set run.out=DIR sets in a recipe";
+const UNFINISHED: &str = "start it again, which samples all of them, or keep those under another name";
 
 /// A path that is wrong is its author's to change; room, memory, files and threads are the machine's.
 fn io_class(error: &io::Error) -> ExitClass {
@@ -427,6 +433,7 @@ mod tests {
             (ExitClass::Bug, RunError::Stale { group: 1, staleness: 2, max_staleness: 1 }),
             (ExitClass::Interrupted, RunError::Interrupted { step: 1 }),
             (ExitClass::Interrupted, RunError::Discarded { step: 1 }),
+            (ExitClass::Interrupted, RunError::Unfinished { n_written: 1, n_rollouts: 2, path: path() }),
         ]
     }
 

@@ -1,5 +1,6 @@
 //! One greedy answer to each of a set of problems, and how they are judged.
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use r3_core::ids::{GroupId, TokenId};
@@ -65,7 +66,10 @@ pub fn greedy_accuracy(
     }
     let mut sum = 0.0;
     while engine.has_work() {
-        engine.tick_until_finished(|_, tick| progress(tick.sampled_tokens as u64, 0))?;
+        engine.tick_until_finished(|_, tick| {
+            progress(tick.sampled_tokens as u64, 0);
+            ControlFlow::Continue(())
+        })?;
         while let Some(finished) = engine.take_finished() {
             let problem = &held.problems[finished.group.index()];
             let judged = judge(&finished, problem, held.reward, tokenizer)?;

@@ -5,6 +5,8 @@ use std::io::{self, BufWriter, Stdout, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use r3_train::checkpoint::sync_dir;
+
 use crate::error::{RunError, io_at};
 use crate::lock::Lock;
 
@@ -83,8 +85,25 @@ impl OutFile {
             writer.get_ref().sync_all().map_err(io_at(&partial.path))?;
             fs::rename(&partial.path, &self.path).map_err(io_at(&self.path))?;
             self.partial = None;
+            let dir = self.path.parent().unwrap_or(Path::new("/"));
+            sync_dir(dir).map_err(io_at(dir))?;
         }
         Ok(())
+    }
+
+    /// Leaves what was written so far, under the name that says that it is not whole, and says where it lies. The next
+    /// process that writes the file writes over it.
+    ///
+    /// # Errors
+    /// If it cannot be brought to the disk.
+    pub fn leave(mut self) -> Result<PathBuf, RunError> {
+        match (&self.writer, self.partial.take()) {
+            (Writer::File(writer), Some(partial)) => {
+                writer.get_ref().sync_all().map_err(io_at(&partial.path))?;
+                Ok(partial.path)
+            }
+            _ => Ok(self.path.clone()),
+        }
     }
 }
 
@@ -161,6 +180,22 @@ mod tests {
         file.commit().unwrap();
         assert_eq!(names(&dir), ["out.jsonl"]);
         assert_eq!(fs::read_to_string(&path).unwrap(), "one\ntwo\n");
+    }
+
+    #[test]
+    fn what_is_left_behind_does_not_read_as_whole_and_is_written_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out.jsonl");
+        let mut file = OutFile::open(&path, false).unwrap();
+        say(&mut file, "one\n");
+        let left = file.leave().unwrap();
+        assert_eq!(
+            (left.as_path(), names(&dir)),
+            (&*partial_path(&path), vec!["out.jsonl.partial".to_owned()])
+        );
+        assert_eq!(fs::read_to_string(&left).unwrap(), "one\n");
+        OutFile::open(&path, false).unwrap().commit().unwrap();
+        assert_eq!(names(&dir), ["out.jsonl"]);
     }
 
     #[test]

@@ -32,6 +32,7 @@ use crate::model_dir;
 use crate::out_file::OutFile;
 use crate::rollouts::Rollouts;
 use crate::setup::{self, TaskParts};
+use crate::shutdown::Shutdown;
 
 /// Where prompts come from.
 #[derive(Clone, Copy, Debug)]
@@ -141,15 +142,16 @@ impl RolloutSummary {
 }
 
 /// Samples `source` with the model of `model`, a directory, a checkpoint or a run, into `out`, in the order of the
-/// prompts.
+/// prompts, until `shutdown` is asked for.
 ///
 /// # Errors
-/// If model, tokenizer or prompts cannot be used, or do not fit each other or the KV memory; or `out` cannot be written.
+/// If model, tokenizer or prompts cannot be used, or do not fit each other or the KV memory; or `out` cannot be written; or
+/// that it was interrupted, and where the rollouts are that were whole by then.
 pub fn rollout(
     model: &Path,
     source: PromptSource<'_>,
     options: &RolloutOptions,
-    mut out: OutFile,
+    (mut out, shutdown): (OutFile, &Shutdown),
 ) -> Result<RolloutSummary, RunError> {
     let began = Instant::now();
     let dir = model_dir::resolve(model)?;
@@ -176,7 +178,11 @@ pub fn rollout(
     let sampling_began = Instant::now();
     let n_rollouts = work.scripts.len() as u64 * u64::from(options.group_size);
     let bar = progress.bar(BarKind::Rollout, n_rollouts);
-    let mut summary = Rollouts::new(engine, &work, options).sample(&mut out, &bar)?;
+    let mut summary = Rollouts::new(engine, &work, options).sample(&mut out, &bar, shutdown)?;
+    if summary.rollouts < n_rollouts {
+        let path = out.leave()?;
+        return Err(RunError::Unfinished { n_written: summary.rollouts, n_rollouts, path });
+    }
     bar.finish();
     out.commit()?;
     summary.seconds = began.elapsed().as_secs_f64();

@@ -1,6 +1,7 @@
 //! Conversations on their way through the engine, many at once, and into a file in the order of their prompts.
 
 use std::collections::VecDeque;
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use r3_core::ids::{GroupId, SequenceId, TokenId};
@@ -21,6 +22,7 @@ use r3_wire::record::{RecordView, RoutesHeader};
 use crate::error::RunError;
 use crate::out_file::OutFile;
 use crate::rollout::{RolloutOptions, RolloutSummary, Work};
+use crate::shutdown::Shutdown;
 
 /// Rollouts begun and not written, for each that runs: enough to keep the engine busy while the first of them takes its
 /// time, and no more than memory should hold of a large file.
@@ -68,9 +70,14 @@ impl<'a> Rollouts<'a> {
         }
     }
 
-    /// Samples everything and writes it down.
-    pub(crate) fn sample(mut self, out: &mut OutFile, bar: &Bar) -> Result<RolloutSummary, RunError> {
-        loop {
+    /// Samples everything and writes it down, or what there is of it when `shutdown` is asked for.
+    pub(crate) fn sample(
+        mut self,
+        out: &mut OutFile,
+        bar: &Bar,
+        shutdown: &Shutdown,
+    ) -> Result<RolloutSummary, RunError> {
+        while !shutdown.is_requested() {
             self.begin_groups()?;
             if !self.engine.has_work() {
                 break;
@@ -79,6 +86,7 @@ impl<'a> Rollouts<'a> {
             engine.tick_until_finished(|_, tick| {
                 summary.sampled_tokens += tick.sampled_tokens as u64;
                 bar.tokens(tick.sampled_tokens as u64);
+                if shutdown.is_requested() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
             })?;
             while let Some(finished) = self.engine.take_finished() {
                 bar.inc(u64::from(self.end_turn(finished)?));

@@ -1,4 +1,4 @@
-//! Ctrl-C and SIGTERM: the step is finished and saved, then the run ends.
+//! Ctrl-C and SIGTERM: what is at hand is finished and saved, then the process ends.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,18 +6,19 @@ use std::thread;
 
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Whether someone asked the run to end. Clones share the wish.
+/// Whether someone asked the work to end. Clones share the wish.
 #[derive(Clone, Debug, Default)]
 pub struct Shutdown {
     requested: Arc<AtomicBool>,
 }
 
 impl Shutdown {
-    /// Listens for SIGINT and SIGTERM from now on. The second one ends the process at once, with code 130.
+    /// Listens for SIGINT and SIGTERM from now on. At the first one `says` is logged, what happens then; the second one ends
+    /// the process at once, with code 130.
     ///
     /// # Errors
     /// If the signals cannot be listened for.
-    pub fn on_signals() -> std::io::Result<Self> {
+    pub fn on_signals(says: &'static str) -> std::io::Result<Self> {
         let shutdown = Self::default();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
         let (mut interrupt, mut terminate) = {
@@ -35,14 +36,14 @@ impl Shutdown {
                     if requested.requested.swap(true, Ordering::Relaxed) {
                         std::process::exit(130);
                     }
-                    tracing::warn!("finishing the step; once more ends at once and loses it");
+                    tracing::warn!("{says}");
                 }
             });
         })?;
         Ok(shutdown)
     }
 
-    /// Asks the run to end after its step.
+    /// Asks the work to end where it can be saved.
     pub fn request(&self) {
         self.requested.store(true, Ordering::Relaxed); // A flag that is polled; it orders nothing.
     }

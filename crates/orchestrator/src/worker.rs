@@ -4,6 +4,7 @@
 //! follows from the recipe.
 
 use std::mem;
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
@@ -246,6 +247,7 @@ impl Worker {
             stats.observe(&now);
             bar.tokens(tick.sampled_tokens as u64);
             pulse.beat();
+            ControlFlow::Continue(())
         })?;
         let mut ended = Vec::new();
         while let Some(finished) = self.parts.engine.take_finished() {

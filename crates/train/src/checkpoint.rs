@@ -297,7 +297,13 @@ fn write_and_sync(path: &Path, bytes: &[u8]) -> io::Result<()> {
     file.sync_all()
 }
 
-fn sync_dir(dir: &Path) -> io::Result<()> {
+/// Brings the names in `dir`, which is the current directory if it is empty, to the disk: after a rename they may still be
+/// the old ones there.
+///
+/// # Errors
+/// If the directory cannot be opened or synced.
+pub fn sync_dir(dir: &Path) -> io::Result<()> {
+    let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
     File::open(dir)?.sync_all()
 }
 

@@ -6,6 +6,7 @@ use clap::{ArgAction, value_parser};
 use r3_kernels::gemm::Dtype;
 use r3_orchestrator::out_file::OutFile;
 use r3_orchestrator::rollout::{PromptSource, RolloutOptions, rollout};
+use r3_orchestrator::shutdown::Shutdown;
 use r3_recipe::bytes::Bytes;
 use r3_recipe::check::Limit;
 use r3_recipe::recipe::Recipe;
@@ -22,7 +23,8 @@ use crate::output;
 /// otherwise in a later prompt, the conversation forks into another sample, and `trajectory_forks` counts it.
 ///
 /// Each line written is one sample: tokens, logprobs, versions, turns, text and routes; docs/json.md explains every key.
-/// `r3 score` replays them, `r3 routes` converts them. The file appears when it is whole.
+/// `r3 score` replays them, `r3 routes` converts them. The file appears when it is whole. Ctrl-C or SIGTERM leaves whole lines
+/// in FILE.partial and exits with 130.
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("source").args(["prompts", "recipe"]).required(true))]
 pub(crate) struct Args {
@@ -96,7 +98,9 @@ impl Args {
             (None, None) => unreachable!("clap asks for one of them"),
         };
         let out = OutFile::open(&self.out, self.overwrite)?;
-        let summary = rollout(&self.model, source, &self.options(), out)
+        let shutdown = Shutdown::on_signals("stopping after this token; once more ends at once")
+            .map_err(|source| CliError::Signals { source })?;
+        let summary = rollout(&self.model, source, &self.options(), (out, &shutdown))
             .map_err(|error| CliError::Rollout(Box::new(error)))?;
         if self.json {
             return output::print_json(&summary);

@@ -51,5 +51,6 @@ impl Args {
 
 /// Ctrl-C and SIGTERM, from now on.
 pub(crate) fn listen() -> Result<Shutdown, CliError> {
-    Shutdown::on_signals().map_err(|source| CliError::Signals { source })
+    Shutdown::on_signals("finishing the step; once more ends at once and loses it")
+        .map_err(|source| CliError::Signals { source })
 }

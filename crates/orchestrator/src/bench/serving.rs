@@ -1,5 +1,6 @@
 //! An engine that serves one round of requests after another, tick by tick, and is timed for itself.
 
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use r3_core::ids::{GroupId, PolicyVersion, TokenId};
@@ -130,6 +131,7 @@ impl Server {
                 let (computed, sampled) = (ticked.computed_tokens, ticked.sampled_tokens);
                 served.ticks.push(Tick { time: now - last, computed, sampled });
                 last = now;
+                ControlFlow::Continue(())
             })?;
             served.rollouts.extend(std::iter::from_fn(|| self.engine.take_finished()));
         }
