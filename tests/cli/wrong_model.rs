@@ -260,7 +260,7 @@ fn a_model_without_a_tokenizer() {
 }
 
 #[test]
-fn a_model_is_written_neither_over_a_run_nor_into_one_that_is_at_work() {
+fn a_model_is_written_neither_over_a_run_nor_into_one_that_is_at_work_nor_a_run_over_a_model() {
     let directory = Directory::with_model();
     directory.done(&["sft", "sft.yaml"]);
     directory.done(&["run", "recipe.yaml", "--set", "model.path=warm"]);
@@ -281,6 +281,14 @@ fn a_model_is_written_neither_over_a_run_nor_into_one_that_is_at_work() {
     assert_eq!(directory.refused(&["new-model", ".", "run"]), over_run);
     assert_eq!(directory.refused(&[&sft[..], &["run.out=run"]].concat()), over_run);
     assert_eq!(names(), before);
+    let over_model = ["run", "recipe.yaml", "--overwrite", "--set", "run.out=warm"];
+    assert_snapshot!(directory.refused(&over_model), @"
+    exit 2
+    error: warm holds a model already
+
+    hint: choose another directory, or remove that one first
+    ");
+    assert!(!directory.path("warm/.lock").exists());
 
     let held = fs::File::open(directory.path("run/.lock")).unwrap();
     held.try_lock().unwrap();

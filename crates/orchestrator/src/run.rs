@@ -164,7 +164,7 @@ impl<'a> Run<'a> {
         let began = Instant::now();
         let (run, out) = (&recipe.run, &recipe.run.out);
         let checkpoints = Checkpoints::new(out.clone(), run.keep_last).keeping_best(run.keep_best);
-        let dir = if options.resume { RunDir::lock_again(out)? } else { RunDir::lock(out)? };
+        let dir = if options.resume { RunDir::lock_again(out)? } else { RunDir::lock_new(out)? };
         let resumed = find_resumed(recipe, &checkpoints, &dir, options)?;
         let model_dir = resumed.as_deref().unwrap_or(&recipe.model.path);
         let config = r3_model::config::ModelConfig::load(model_dir)?;

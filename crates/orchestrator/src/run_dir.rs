@@ -44,6 +44,17 @@ impl RunDir {
         self.path.join(name)
     }
 
+    /// Locks the directory of a run that begins. A model there would be taken for its newest checkpoint.
+    ///
+    /// # Errors
+    /// As [`Self::lock`], or if `path` holds a model, and is left as it is.
+    pub(crate) fn lock_new(path: &Path) -> Result<Self, RunError> {
+        if path.join("config.json").exists() {
+            return Err(RunError::WeightsThere { path: path.to_path_buf() });
+        }
+        Self::lock(path)
+    }
+
     /// Locks the directory of a run that was begun before. It may have died while it loaded its model, and left no more than
     /// the lock.
     ///
