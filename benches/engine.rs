@@ -38,6 +38,7 @@ impl Running {
             max_running: sequences as usize,
             prefix_cache: false,
             capture_routes: true,
+            replay: None,
         };
         let weights = FreshWeights::new(&model, 0);
         let engine = Engine::new(config, &model, &weights, PolicyVersion(0)).expect("the model loads");

@@ -31,6 +31,7 @@ impl Running {
             max_batch_tokens: sequences,
             prefix_cache: true,
             routes,
+            replays: false,
         };
         let scheduler = Scheduler::new(config).expect("there are blocks");
         let rows = (0..sequences * DIMS.row_bytes()).map(|at| (at % DIMS.top_k) as u8).collect();

@@ -40,6 +40,7 @@ fn engine(model: &str, block_tokens: usize, max_batch_tokens: usize) -> Engine {
         max_running: 8,
         prefix_cache: true,
         capture_routes: true,
+        replay: None,
     };
     Engine::new(config, checkpoint.config(), &checkpoint, PolicyVersion(0)).unwrap()
 }

@@ -66,6 +66,7 @@ impl Rollouts {
             max_running: 256,
             prefix_cache: true,
             capture_routes: true,
+            replay: None,
         };
         let mut engine = Engine::new(config, model, checkpoint, PolicyVersion(0)).unwrap();
         for (problem, group) in problems.iter().zip(0..n_groups) {

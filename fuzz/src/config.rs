@@ -69,5 +69,6 @@ fn engine(block_tokens: usize) -> EngineConfig {
         max_running: Limit::MAX_COUNT as usize,
         prefix_cache: true,
         capture_routes: true,
+        replay: None,
     }
 }

@@ -16,7 +16,7 @@ use crate::softmax::{exp_in_place, exp_sum, max};
 mod above;
 mod sigmoid;
 
-use above::replay_above;
+use above::{replay_above, replay_some};
 use sigmoid::{add_sigmoid_gradient, choose_rows, sigmoid_gate_rows};
 
 /// How a model's router turns scores into a choice and gates.
@@ -152,6 +152,17 @@ pub enum Routing<'a> {
         /// As above.
         native: Option<&'a mut RouteRecord>,
     },
+    /// The router, but for some of the tokens: of these, an earlier pass did. What runs is kept.
+    ReplaySome {
+        /// Indices of those tokens among the `T`, `[R]`, ascending.
+        tokens: &'a [usize],
+        /// Their choice to replay, `[L, R, K]`, as above.
+        ids: &'a [u16],
+        /// As in `ReplayAbove`; 0 replays all as `Replay` does.
+        ratio: f32,
+        /// Keeps the choice of all `T` tokens, as `Record` does.
+        record: &'a mut RouteRecord,
+    },
     /// An earlier pass did, and weighed them, too.
     ReplayGates {
         /// As above.
@@ -182,8 +193,8 @@ impl Routing<'_> {
 /// compared are the rounded sums with the bias.
 ///
 /// # Panics
-/// If a shape does not fit, or replayed ids repeat or exceed `E`: routes are checked when they enter the program,
-/// so this is a bug.
+/// If a shape does not fit, replayed ids repeat or exceed `E`, or the tokens they are of do not ascend: routes are checked
+/// when they enter the program, so this is a bug.
 pub fn choose<'a>(
     scores: &[f32],
     router: impl Into<Router<'a>>,
@@ -219,6 +230,12 @@ pub fn choose<'a>(
             }
             let replayed = replayed(ids, config, layer, n_tokens);
             replay_above(scores, (config, *ratio), replayed, &mut choice.ids);
+        }
+        Routing::ReplaySome { tokens, ids, ratio, record } => {
+            top_k_rows(scores, router, &mut choice.ids);
+            let replayed = replayed(ids, config, layer, tokens.len());
+            replay_some(scores, (config, *ratio), (tokens, replayed), &mut choice.ids);
+            record.keep(layer, choice);
         }
         Routing::ReplayGates { ids, .. } => {
             choice.ids.copy_from_slice(replayed(ids, config, layer, n_tokens));

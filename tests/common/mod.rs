@@ -37,6 +37,7 @@ pub(crate) fn plain(dtype: Dtype) -> EngineConfig {
         max_running: 128,
         prefix_cache: false,
         capture_routes: true,
+        replay: None,
     }
 }
 

@@ -6,6 +6,7 @@
 //! (little-endian) otherwise; 256 experts fill a byte, so "never written" is never an id: validity lives elsewhere.
 
 use std::fmt;
+use std::ops::Range;
 
 use crate::count::counted;
 
@@ -105,6 +106,16 @@ impl<'a> RouteView<'a> {
     #[must_use]
     pub fn first(self, n: usize) -> Self {
         Self { bytes: &self.bytes[..n * self.dims.row_bytes()], ..self }
+    }
+
+    /// The rows `rows`.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    #[must_use]
+    pub fn slice(self, rows: Range<usize>) -> Self {
+        let row_bytes = self.dims.row_bytes();
+        Self { bytes: &self.bytes[rows.start * row_bytes..rows.end * row_bytes], ..self }
     }
 
     /// The rows as they lie in memory, `[rows, L, K]`.

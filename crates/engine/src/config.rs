@@ -11,7 +11,7 @@ use r3_scheduler::config::SchedulerConfig;
 use crate::error::EngineError;
 
 /// Everything an engine is built from, beside its weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct EngineConfig {
     /// Format of weights, keys and values.
     pub dtype: Dtype,
@@ -29,10 +29,15 @@ pub struct EngineConfig {
     pub prefix_cache: bool,
     /// Whether routes are captured. Without, no memory is held for them.
     pub capture_routes: bool,
+    /// For rollouts that a trainer replays: a sequence that goes on under other weights, and is computed again by these,
+    /// takes the routes it recorded under the old ones, for experts that score at least this share of the least that the
+    /// router itself would choose, in `0..=1`; 0 takes all. So what is sampled behind them has the logprob that the trainer
+    /// computes. `None`: the new router chooses there, as it does for a trainer that replays nothing.
+    pub replay: Option<f32>,
 }
 
 impl EngineConfig {
-    /// Takes a recipe's `engine` section, its `rollout.dtype` and its numerics.
+    /// Takes a recipe's `engine` section, its `rollout.dtype` and its numerics. Nothing is replayed.
     #[must_use]
     pub fn from_recipe(
         section: &EngineSection,
@@ -54,6 +59,7 @@ impl EngineConfig {
             max_running: section.max_running,
             prefix_cache: section.prefix_cache,
             capture_routes,
+            replay: None,
         }
     }
 
@@ -111,6 +117,7 @@ impl EngineConfig {
             max_batch_tokens: self.max_batch_tokens,
             prefix_cache: self.prefix_cache,
             routes: self.capture_routes.then(|| model.route_dims()),
+            replays: self.replay.is_some(),
         }
     }
 }
@@ -140,6 +147,7 @@ mod tests {
             max_running: 7,
             prefix_cache: false,
             capture_routes: true,
+            replay: None,
         };
         assert_eq!(
             EngineConfig::from_recipe(&section, (RecipeDtype::Bf16, RecipeNumerics::Fast), true),

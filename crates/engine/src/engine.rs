@@ -22,6 +22,7 @@ use r3_scheduler::scheduler::{Scheduler, SchedulerStats};
 use crate::config::EngineConfig;
 use crate::error::EngineError;
 use crate::refit;
+use crate::replayed::Replayed;
 use crate::sampler::{Draw, SampleKey, Sampler, Sampling};
 use crate::score::{Replay, ScoredUnder};
 
@@ -59,7 +60,9 @@ pub struct TickStats {
     pub sampled_tokens: usize,
 }
 
-/// Serves one model. Weights, KV, routes and prefix cache belong to one epoch, which only a refit ends.
+/// Serves one model. Weights, KV, routes and prefix cache belong to one epoch, which only a refit ends. What is in flight
+/// then goes on, and is computed again: by the new router's choice, or on the routes it recorded under the old weights, if
+/// these are what a trainer will replay ([`EngineConfig::replay`]).
 pub struct Engine {
     pub(crate) config: EngineConfig,
     pub(crate) exec: Buffers,
@@ -69,6 +72,7 @@ pub struct Engine {
     pub(crate) scheduler: Scheduler,
     pub(crate) replay: Option<Replay>,
     pub(crate) scored_under: Option<ScoredUnder>,
+    replayed: Replayed,
     cache: KvCache,
     record: Option<RouteRecord>,
     sampler: Sampler,
@@ -107,6 +111,7 @@ impl Engine {
             scheduler: Scheduler::new(sizes)?,
             replay: None,
             scored_under: None,
+            replayed: Replayed::default(),
             record: config
                 .capture_routes
                 .then(|| RouteRecord::new(model.route_dims().n_layers, model.router())),
@@ -294,7 +299,19 @@ impl Engine {
 
     /// Runs the model over the planned batch; logits of the wanted rows, whose index is in `logit_rows`.
     fn forward(&mut self) -> Result<Rows, EngineError> {
-        let Self { scheduler, exec, weights, cache, config, record, replay, scored_under, tables, .. } = self;
+        let Self {
+            scheduler,
+            exec,
+            weights,
+            cache,
+            config,
+            record,
+            replay,
+            replayed,
+            scored_under,
+            tables,
+            ..
+        } = self;
         let plan = scheduler.tick_plan();
         let sequence = |chunk: &Chunk| PagedSequence {
             n_queries: chunk.n_tokens,
@@ -315,7 +332,7 @@ impl Engine {
         }
         let mut routing = match (replay, record) {
             (Some(replay), _) => replay.routing(plan),
-            (None, Some(record)) => Routing::Record(record),
+            (None, Some(record)) => replayed.routing(scheduler, config.replay, record),
             (None, None) => Routing::Free,
         };
         let hidden = forward(exec, weights, &plan.tokens, &mut attend, &mut routing)?;

@@ -29,6 +29,7 @@ pub(crate) fn config(kv_bytes: u64) -> EngineConfig {
         max_running: 4,
         prefix_cache: false,
         capture_routes: true,
+        replay: None,
     }
 }
 

@@ -10,6 +10,7 @@ pub mod error;
 mod fixtures;
 pub mod memory;
 pub mod refit;
+mod replayed;
 pub mod resume;
 pub mod sampler;
 pub mod score;

@@ -29,7 +29,10 @@ impl Engine {
     ///
     /// The new weights are built beside the old ones and hashed on both sides first, so a refit that fails leaves
     /// the old epoch whole, and what runs running. Rollouts may be on their way: they keep what they emitted, compute
-    /// their KV again and sample on with the new weights; their versions say which token is of which.
+    /// their KV again, on the routes they recorded if [`EngineConfig::replay`] says so, and sample on with the new weights;
+    /// their versions say which token is of which.
+    ///
+    /// [`EngineConfig::replay`]: crate::config::EngineConfig::replay
     ///
     /// # Errors
     /// If a tensor cannot be read or is not finite, or a hash differs.

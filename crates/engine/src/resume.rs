@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use r3_core::ids::{SequenceId, TokenId};
+use r3_core::routes::{RouteRows, RouteView};
 use r3_scheduler::request::{Finished, Limits, Refused};
 
 use crate::engine::Engine;
@@ -35,8 +36,8 @@ impl Engine {
     /// Goes on with aborted rollouts of one group where they stopped: see [`Scheduler::resume`].
     ///
     /// # Errors
-    /// If a rollout was not aborted, has sampled all it may, contradicts itself or does not fit, or they are not of one
-    /// group. The rollouts come back as they were.
+    /// If a rollout was not aborted, has sampled all it may, contradicts itself or does not fit, has routes to replay that are
+    /// none, or they are not of one group. The rollouts come back as they were.
     ///
     /// [`Scheduler::resume`]: r3_scheduler::scheduler::Scheduler::resume
     pub fn resume(
@@ -46,7 +47,9 @@ impl Engine {
     ) -> Result<Vec<SequenceId>, Box<Returned>> {
         for rollout in &rollouts {
             let left = how.max_new_tokens.saturating_sub(rollout.n_sampled_in_last_turn());
-            if let Err(error) = self.check_request(&rollout.tokens, left) {
+            let checked =
+                self.check_request(&rollout.tokens, left).and_then(|()| self.check_replayed(rollout));
+            if let Err(error) = checked {
                 return Err(Box::new(Returned { error, rollouts }));
             }
         }
@@ -59,8 +62,8 @@ impl Engine {
     /// [`Scheduler::next_turn`].
     ///
     /// # Errors
-    /// If the rollout did not end by itself, contradicts itself or would not fit, a token is outside the vocabulary, or
-    /// nothing is given or to be sampled. The rollout comes back as it was.
+    /// If the rollout did not end by itself, contradicts itself or would not fit, has routes to replay that are none, a token
+    /// is outside the vocabulary, or nothing is given or to be sampled. The rollout comes back as it was.
     ///
     /// [`Scheduler::next_turn`]: r3_scheduler::scheduler::Scheduler::next_turn
     pub fn next_turn(
@@ -71,12 +74,20 @@ impl Engine {
     ) -> Result<SequenceId, Box<Returned>> {
         let n_new = given.len().saturating_add(how.max_new_tokens);
         let checked = self.check_request(&rollout.tokens, n_new).and_then(|()| self.check_request(given, 0));
-        if let Err(error) = checked {
+        if let Err(error) = checked.and_then(|()| self.check_replayed(&rollout)) {
             return Err(Box::new(Returned { error, rollouts: vec![rollout] }));
         }
         let id = self.scheduler.next_turn(rollout, given, &self.limits(how)).map_err(returned)?;
         self.sampling.insert(id, (how.sampling, how.seed));
         Ok(id)
+    }
+
+    /// Refuses routes that would be replayed, and that no router of this model can have chosen: they may come from a file.
+    fn check_replayed(&self, rollout: &Finished) -> Result<(), EngineError> {
+        let routes = rollout.routes.as_ref().filter(|_| self.config.replay.is_some());
+        let Some(routes) = routes.map(RouteRows::view) else { return Ok(()) };
+        let as_own = RouteView::new(self.model().route_dims(), routes.bytes());
+        as_own.and_then(|routes| routes.check(routes.rows())).map_err(EngineError::ReplayRoutes)
     }
 
     fn limits(&self, how: &Continuation) -> Limits {

@@ -72,6 +72,7 @@ fn memory_is_flat_over_a_hundred_thousand_requests() {
         max_running: 4,
         prefix_cache: true,
         capture_routes: true,
+        replay: None,
     };
     let model = model();
     let mut engine = Engine::new(config, &model, &FreshWeights::new(&model, 1), PolicyVersion(0)).unwrap();

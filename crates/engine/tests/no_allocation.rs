@@ -39,6 +39,7 @@ fn engine(model: &ModelConfig, capture_routes: bool, prefix_cache: bool) -> Engi
         max_running: 6,
         prefix_cache,
         capture_routes,
+        replay: capture_routes.then_some(0.0),
     };
     config.kv_bytes = 256 * config.block_bytes(model);
     Engine::new(config, model, &FreshWeights::new(model, 1), PolicyVersion(0)).unwrap()
@@ -105,5 +106,32 @@ fn decode(model: &ModelConfig) {
         }
         engine.tick().unwrap();
         assert!(!engine.has_work(), "all ended together");
+    }
+}
+
+/// Behind rows that are replayed, as behind others: computing those again makes room, sampling on does not.
+#[test]
+fn a_decode_tick_behind_replayed_routes_allocates_nothing() {
+    let model = model(8, false);
+    for prefix_cache in [false, true] {
+        let mut engine = engine(&model, true, prefix_cache);
+        let whole = Sampling { temperature: 1.0, ..Sampling::GREEDY };
+        submit(&mut engine, whole, 1);
+        while engine.has_work() {
+            engine.tick().unwrap();
+        }
+        while engine.take_finished().is_some() {}
+        submit(&mut engine, whole, 2);
+        for _ in 0..9 {
+            engine.tick().unwrap();
+        }
+        engine.refit(&FreshWeights::new(&model, 2), PolicyVersion(1)).unwrap();
+        while engine.tick().unwrap().sampled_tokens < 6 {}
+        for tick in 0..40 {
+            let info = allocation_counter::measure(|| {
+                assert_eq!(engine.tick().unwrap().sampled_tokens, 6);
+            });
+            assert_eq!(info.count_total, 0, "tick {tick} allocates {} bytes", info.bytes_total);
+        }
     }
 }

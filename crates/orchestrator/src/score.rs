@@ -93,6 +93,7 @@ impl Scorer {
             max_running: 1,
             prefix_cache: false,
             capture_routes: true,
+            replay: None,
         };
         let n_blocks = max_tokens.min(model.max_positions).div_ceil(config.block_tokens).max(1);
         config.kv_bytes = config.block_bytes(model) * n_blocks as u64;

@@ -200,7 +200,9 @@ pub fn expected(recipe: &Recipe, model: &ModelConfig) -> Expected {
 fn engine_config(recipe: &Recipe) -> EngineConfig {
     let capture_routes = routes_use(recipe) != RoutesUse::None;
     let numbers = (recipe.rollout.dtype, recipe.resolved_numerics());
-    EngineConfig::from_recipe(&recipe.engine, numbers, capture_routes)
+    // What the trainer replays, the engine has to, where it computes again what other weights have sampled.
+    let replay = (routes_use(recipe) == RoutesUse::Replay).then(|| replay_rule(recipe).threshold);
+    EngineConfig { replay, ..EngineConfig::from_recipe(&recipe.engine, numbers, capture_routes) }
 }
 
 /// What a run's engine may have to hold.
@@ -491,7 +493,10 @@ mod tests {
             assert_eq!((routes_use(&recipe), limits(&recipe).routes), (expected, expected));
             let own = if mode == ReplayMode::R2 { Own::Experts } else { Own::Nothing };
             assert_eq!(replay_rule(&recipe), ReplayRule { own, threshold: 0.0 });
+            assert_eq!(engine_config(&recipe).replay, (expected == RoutesUse::Replay).then_some(0.0));
         }
+        recipe.router_replay = RouterReplay { threshold: 0.25, ..RouterReplay::default() };
+        assert_eq!((engine_config(&recipe).replay, replay_rule(&recipe).threshold), (Some(0.25), 0.25));
         recipe.router_replay = RouterReplay { mode: ReplayMode::R2, gates: true, ..RouterReplay::default() };
         assert_eq!(replay_rule(&recipe).own, Own::ExpertsAndGates);
     }

@@ -20,6 +20,9 @@ pub struct SchedulerConfig {
     pub prefix_cache: bool,
     /// Shape of a route row; `None` when routes are off, and then no byte is held for them.
     pub routes: Option<RouteDims>,
+    /// Whether a sequence that is computed again under other weights takes the routes it recorded under the old ones, as
+    /// a trainer does that replays them. Else the new router chooses there.
+    pub replays: bool,
 }
 
 impl SchedulerConfig {
@@ -60,6 +63,7 @@ mod tests {
         max_batch_tokens: 8,
         prefix_cache: true,
         routes: None,
+        replays: false,
     };
 
     #[test]

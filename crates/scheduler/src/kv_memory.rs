@@ -89,12 +89,13 @@ impl KvMemory {
     }
 
     /// Finds and holds the longest cached prefix of `tokens[..max_tokens]` in whole blocks of the current epoch, all of
-    /// whose routes are readable.
-    pub(crate) fn hit(&mut self, tokens: &[TokenId], max_tokens: usize) -> Hit {
+    /// whose routes are readable. Its first tokens take `replayed` routes, bytes `[n, L, K]`, the others the router's.
+    pub(crate) fn hit(&mut self, tokens: &[TokenId], max_tokens: usize, mut replayed: &[u8]) -> Hit {
         let mut hit = Hit::default();
-        let Some(cache) = &self.cache else { return hit };
         for chunk in tokens[..max_tokens].chunks_exact(self.block_tokens) {
-            let Some(next) = cache.find(hit.end, chunk) else { break };
+            let of_block;
+            (of_block, replayed) = replayed.split_at(replayed.len().min(self.block_route_bytes()));
+            let Some(next) = self.find(hit.end, chunk, of_block) else { break };
             let is_current =
                 next.stamp == self.pool.stamp(next.block) && next.stamp.epoch == self.pool.epoch();
             if !is_current || !self.is_readable(next.block, self.block_tokens) {
@@ -107,22 +108,49 @@ impl KvMemory {
         hit
     }
 
+    /// A block that holds exactly `tokens` after exactly `parent`, whose first slots ran `replayed` routes and whose others
+    /// ran the router's. A block on which the router chose all of them is one, too, if these are what it chose: keys and
+    /// values follow from tokens and routes.
+    fn find(&self, parent: Option<Prefix>, tokens: &[TokenId], replayed: &[u8]) -> Option<Prefix> {
+        let cache = self.cache.as_ref()?;
+        if replayed.is_empty() {
+            return cache.find(parent, tokens, replayed);
+        }
+        let n_slots = replayed.len() * self.block_tokens / self.block_route_bytes();
+        let ran_them = |found: &Prefix| self.routes(found.block, 0..n_slots) == Some(replayed);
+        let find = |by| cache.find(parent, tokens, by).filter(ran_them);
+        find(replayed).or_else(|| find(&[]))
+    }
+
     /// Makes `block`, full with `tokens` after `parent`, findable, and returns the prefix that now ends here: in
-    /// `block`, or in an equal block that was indexed before. `None` if `parent` can no longer be found.
+    /// `block`, or in an equal block that was indexed before. `None` if `parent` can no longer be found. The routes of its
+    /// first `n_replayed` slots were not the router's choice.
+    ///
+    /// # Panics
+    /// If one of these is not readable.
     pub(crate) fn publish(
         &mut self,
         parent: Option<Prefix>,
         tokens: &[TokenId],
         block: BlockId,
+        n_replayed: usize,
     ) -> Option<Prefix> {
-        let cache = self.cache.as_mut()?;
+        let cache = self.cache.as_ref()?;
         if parent.is_some_and(|parent| !cache.holds(parent)) {
             return None;
         }
-        if let Some(found) = cache.find(parent, tokens) {
+        let stamp = self.pool.stamp(block);
+        let replayed: &[u8] = match &self.routes {
+            Some(routes) if n_replayed > 0 => {
+                routes.read(block, 0..n_replayed, stamp).expect("what ran was recorded")
+            }
+            _ => &[],
+        };
+        if let Some(found) = self.find(parent, tokens, replayed) {
             return Some(found);
         }
-        let (prefix, displaced) = cache.insert(parent, tokens, (block, self.pool.stamp(block)));
+        let cache = self.cache.as_mut()?;
+        let (prefix, displaced) = cache.insert(parent, tokens, replayed, (block, stamp));
         if let Some(displaced) = displaced
             && self.pool.holders(displaced) == 0
         {
@@ -190,6 +218,11 @@ impl KvMemory {
         self.pool.n_blocks()
     }
 
+    /// Bytes of the routes of a block's slots; 0 if routes are off.
+    fn block_route_bytes(&self) -> usize {
+        self.routes.as_ref().map_or(0, |routes| routes.row_bytes() * self.block_tokens)
+    }
+
     /// Bytes of the route pool.
     pub(crate) fn route_bytes(&self) -> usize {
         self.routes.as_ref().map_or(0, RoutePool::bytes)
@@ -242,7 +275,7 @@ mod tests {
         for (block, tokens) in blocks.into_iter().zip(TOKENS.chunks_exact(2)) {
             kv.record(block, 0, &[0, 1]);
             kv.record(block, 1, &[2, 3]);
-            end = kv.publish(end, tokens, block);
+            end = kv.publish(end, tokens, block, 0);
             assert!(end.is_some());
         }
         kv.release(blocks[1]);
@@ -251,7 +284,7 @@ mod tests {
     }
 
     fn hit(kv: &mut KvMemory) -> Vec<BlockId> {
-        kv.hit(&TOKENS, 4).blocks
+        kv.hit(&TOKENS, 4, &[]).blocks
     }
 
     #[test]
@@ -297,8 +330,8 @@ mod tests {
         kv.hold(blocks[1]);
         assert_eq!((kv.allocate(), kv.allocate()), (Some(BlockId(2)), Some(blocks[0])));
         kv.release(blocks[1]);
-        let first = kv.publish(None, &TOKENS[..2], BlockId(2));
-        let second = kv.publish(first, &TOKENS[2..4], blocks[0]).unwrap();
+        let first = kv.publish(None, &TOKENS[..2], BlockId(2), 0);
+        let second = kv.publish(first, &TOKENS[2..4], blocks[0], 0).unwrap();
         assert_eq!(second.block, blocks[0], "block 1 followed an evicted parent");
         assert_eq!((kv.n_idle(), kv.n_available()), (0, 1));
         kv.check(&[1, 0, 1]);
@@ -308,12 +341,75 @@ mod tests {
     fn nothing_is_published_after_a_parent_that_is_gone() {
         let mut kv = KvMemory::new(1, 2, true, None);
         let block = kv.allocate().unwrap();
-        let first = kv.publish(None, &TOKENS[..2], block);
+        let first = kv.publish(None, &TOKENS[..2], block, 0);
         kv.release(block);
         assert_eq!(kv.allocate(), Some(block));
-        assert_eq!(kv.publish(first, &TOKENS[2..4], block), None, "it was evicted");
-        assert!(kv.publish(None, &TOKENS[2..4], block).is_some());
-        assert_eq!(kv.publish(first, &TOKENS[2..4], block), None, "its block is another prefix now");
+        assert_eq!(kv.publish(first, &TOKENS[2..4], block, 0), None, "it was evicted");
+        assert!(kv.publish(None, &TOKENS[2..4], block, 0).is_some());
+        assert_eq!(kv.publish(first, &TOKENS[2..4], block, 0), None, "its block is another prefix now");
+    }
+
+    /// Publishes `TOKENS[..4]` in two blocks more, which ran `rows`; all of the first is replayed, and of the second
+    /// `n_replayed`.
+    fn publish(kv: &mut KvMemory, rows: [&[u8]; 2], n_replayed: usize) -> [BlockId; 2] {
+        let mut end = None;
+        let blocks = [2, n_replayed].into_iter().zip(rows).zip(TOKENS.chunks_exact(2));
+        let blocks = blocks.map(|((n_replayed, rows), tokens)| {
+            let block = kv.allocate().unwrap();
+            kv.record(block, 0, rows);
+            end = kv.publish(end, tokens, block, n_replayed);
+            end.unwrap().block
+        });
+        let blocks: Vec<_> = blocks.collect();
+        [blocks[0], blocks[1]]
+    }
+
+    /// Blocks that are found for tokens of which the first take `replayed` routes.
+    fn found(kv: &mut KvMemory, replayed: &[u8]) -> Vec<BlockId> {
+        let blocks = kv.hit(&TOKENS, 4, replayed).blocks;
+        blocks.iter().for_each(|&block| kv.release(block));
+        blocks
+    }
+
+    #[test]
+    fn what_ran_on_replayed_routes_is_found_by_these_and_by_nobody_who_computes_live() {
+        let mut kv = KvMemory::new(6, 2, true, Some(DIMS));
+        let [first, second] = publish(&mut kv, [&[3, 1, 2, 0], &[1, 0, 2, 3]], 1);
+        assert_eq!(found(&mut kv, &[]), [], "the same tokens, chosen by the router");
+        assert_eq!(found(&mut kv, &[3, 1, 2, 0, 1, 0]), [first, second]);
+        assert_eq!(found(&mut kv, &[3, 1, 2, 0]), [first], "of the second block one was replayed, not none");
+        assert_eq!(found(&mut kv, &[3, 1, 2, 0, 1, 0, 2, 3]), [first], "nor two");
+        assert_eq!(found(&mut kv, &[3, 1, 2, 0, 1, 2]), [first], "nor on another expert");
+        assert_eq!(found(&mut kv, &[3, 1, 0, 2]), [], "the same experts in another order");
+        assert_eq!(publish(&mut kv, [&[3, 1, 2, 0], &[1, 0, 2, 3]], 1), [first, second], "one is kept");
+        assert_ne!(publish(&mut kv, [&[3, 1, 0, 2], &[1, 0, 2, 3]], 1)[0], first);
+    }
+
+    #[test]
+    fn what_the_router_chose_itself_is_found_by_who_replays_the_same() {
+        let (mut kv, blocks) = cached();
+        assert_eq!(found(&mut kv, &[0, 1, 2, 3, 0, 1]), blocks, "the rest is the router's in both");
+        assert_eq!(found(&mut kv, &[0, 1, 2, 3, 0, 1, 2, 3]), blocks);
+        assert_eq!(found(&mut kv, &[0, 1, 2, 3, 1, 0]), blocks[..1]);
+        assert_eq!(found(&mut kv, &[0, 1, 3, 2]), [], "not the first row alone");
+        let own = kv.allocate().unwrap();
+        kv.record(own, 0, &[0, 1, 2, 3]);
+        let end = kv.publish(None, &TOKENS[..2], own, 2).unwrap();
+        assert_eq!(end.block, blocks[0], "what replays the same goes on behind it");
+        kv.release(own);
+    }
+
+    #[test]
+    fn replayed_routes_of_one_hash_are_told_apart() {
+        let mut kv = KvMemory::new(4, 2, true, Some(DIMS));
+        let [first, _] = publish(&mut kv, [&[3, 1, 2, 0], &[1, 0, 2, 3]], 0);
+        // The block then holds what another ran.
+        let other = Stamp { epoch: 0, generation: 9 };
+        let stamp = kv.pool.stamp(first);
+        let routes = kv.routes.as_mut().unwrap();
+        routes.write(first, 0, other, &[0, 1]);
+        routes.write(first, 0, stamp, &[3, 1, 0, 2]);
+        assert_eq!(found(&mut kv, &[3, 1, 2, 0]), []);
     }
 
     #[test]

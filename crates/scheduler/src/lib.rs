@@ -4,7 +4,7 @@
 //! `r3-sim` plays random schedules on it by the million. It holds the first two lifetimes of a route:
 //! the *pool* row, which lives exactly as long as the keys and values of its slot, and the *trace* row, which is
 //! copied out of the pool once, before its block is given up, and survives preemption, re-prefill and the flush after a
-//! refit.
+//! refit. Weights that a sequence was not begun with compute its positions again on these rows, if so configured.
 //!
 //! Start with [`scheduler::Scheduler`], whose methods in order are one tick; what a tick asks of the engine is
 //! [`plan::TickPlan`], what goes in and comes out is in [`request`].

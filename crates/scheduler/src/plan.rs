@@ -26,6 +26,9 @@ pub struct Chunk {
     pub first_row: usize,
     /// Which of its rows need logits.
     pub wants: Logits,
+    /// How many of its first tokens take routes that were recorded under older weights:
+    /// [`crate::scheduler::Scheduler::replayed_routes`]. Those of the others are the router's choice.
+    pub n_replayed: usize,
 }
 
 /// One token to sample: from the logits of `row`, for `sequence`.

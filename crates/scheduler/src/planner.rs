@@ -1,6 +1,7 @@
 //! How one tick is planned: share the budget, secure blocks, admit, write the rows down, fork.
 
 use r3_core::ids::{BlockId, SequenceId};
+use r3_core::routes::RouteView;
 
 use crate::plan::{Chunk, Logits, SampleSite};
 use crate::scheduler::{Fork, Running, Scheduler};
@@ -120,7 +121,8 @@ impl Scheduler {
     fn start(&mut self, id: SequenceId, budget: usize) -> Option<usize> {
         let block_tokens = self.config.block_tokens;
         let sequence = self.sequences.get_mut(&id).expect("waiting sequences exist");
-        let hit = self.kv.hit(&sequence.tokens, sequence.max_hit_tokens());
+        let replayed = sequence.replayed().map_or(&[][..], RouteView::bytes);
+        let hit = self.kv.hit(&sequence.tokens, sequence.max_hit_tokens(), replayed);
         let n_hit = hit.blocks.len();
         let n_missing = sequence.tokens.len().div_ceil(block_tokens) - n_hit;
         if self.kv.n_available() < n_missing + self.running.len() {
@@ -175,7 +177,9 @@ impl Scheduler {
                     _ if end == sequence.tokens.len() && sequence.max_new_tokens > 0 => Logits::Last,
                     _ => Logits::None,
                 };
-                self.plan.chunks.push(Chunk { sequence: id, start, n_tokens: granted, first_row, wants });
+                let n_replayed = sequence.n_replayed.clamp(start, end) - start;
+                let chunk = Chunk { sequence: id, start, n_tokens: granted, first_row, wants, n_replayed };
+                self.plan.chunks.push(chunk);
             }
         }
     }
@@ -289,6 +293,7 @@ mod tests {
         max_batch_tokens: 8,
         prefix_cache: true,
         routes: None,
+        replays: false,
     };
 
     fn scheduler(config: SchedulerConfig) -> Scheduler {

@@ -21,6 +21,8 @@ struct Entry {
     stamp: Stamp,
     hash: u64,
     parent: Option<(BlockId, Stamp)>,
+    /// Bytes of the routes it is found by.
+    n_replayed: usize,
 }
 
 /// Index of full blocks by chained hash, and the order in which those that nobody holds are evicted.
@@ -29,6 +31,10 @@ struct Entry {
 /// block found for the tokens before, so by induction the whole prefix is equal, token by token. When a parent is
 /// evicted its children can no longer be found and wait for their own eviction; a block that needs their place in
 /// the index displaces them.
+///
+/// A block of which the router chose no route itself is found by these, too, so whoever has its routes chosen never finds
+/// it: nor what comes after, whose parent it is. That the routes are the same and not of the same hash only, whoever
+/// asks has to look up where they lie.
 pub(crate) struct PrefixCache {
     block_tokens: usize,
     index: HashMap<u64, BlockId, BuildHasherDefault<DefaultHasher>>,
@@ -48,17 +54,20 @@ impl PrefixCache {
         }
     }
 
-    /// The block that holds exactly `tokens` after exactly `parent`.
-    pub(crate) fn find(&self, parent: Option<Prefix>, tokens: &[TokenId]) -> Option<Prefix> {
-        let hash = chained_hash(parent, tokens);
+    /// The block that holds exactly `tokens` after exactly `parent`, and was indexed with as many `replayed` bytes of
+    /// routes, and the same but for a collision.
+    pub(crate) fn find(&self, parent: Option<Prefix>, tokens: &[TokenId], replayed: &[u8]) -> Option<Prefix> {
+        let hash = chained_hash(parent, tokens, replayed);
         let block = *self.index.get(&hash)?;
         let entry = self.entries[block.index()].expect("the index names indexed blocks");
-        let is_equal = entry.parent == identity(parent) && self.tokens(block) == tokens;
+        let is_equal = entry.parent == identity(parent)
+            && entry.n_replayed == replayed.len()
+            && self.tokens(block) == tokens;
         is_equal.then_some(Prefix { block, stamp: entry.stamp, hash })
     }
 
-    /// Indexes `block`, which is full with `tokens`. Returns the block whose place in the index it took, if any:
-    /// that one belonged to a prefix that collides or can no longer be found.
+    /// Indexes `block`, which is full with `tokens` and whose first slots took `replayed` routes. Returns the block whose
+    /// place in the index it took, if any: that one belonged to a prefix that collides or can no longer be found.
     ///
     /// # Panics
     /// If `block` is indexed already or `tokens` do not fill it.
@@ -66,15 +75,17 @@ impl PrefixCache {
         &mut self,
         parent: Option<Prefix>,
         tokens: &[TokenId],
+        replayed: &[u8],
         (block, stamp): (BlockId, Stamp),
     ) -> (Prefix, Option<BlockId>) {
         assert!(!self.contains(block), "block {block} is indexed already");
-        let hash = chained_hash(parent, tokens);
+        let hash = chained_hash(parent, tokens, replayed);
         let displaced = self.index.insert(hash, block);
         if let Some(other) = displaced {
             self.entries[other.index()] = None;
         }
-        self.entries[block.index()] = Some(Entry { stamp, hash, parent: identity(parent) });
+        let n_replayed = replayed.len();
+        self.entries[block.index()] = Some(Entry { stamp, hash, parent: identity(parent), n_replayed });
         let start = block.index() * self.block_tokens;
         self.tokens[start..start + self.block_tokens].copy_from_slice(tokens);
         (Prefix { block, stamp, hash }, displaced)
@@ -144,11 +155,12 @@ fn identity(prefix: Option<Prefix>) -> Option<(BlockId, Stamp)> {
     prefix.map(|prefix| (prefix.block, prefix.stamp))
 }
 
-/// Hash of everything up to and including `tokens`, the same in every run.
-fn chained_hash(parent: Option<Prefix>, tokens: &[TokenId]) -> u64 {
+/// Hash of everything up to and including `tokens` on `replayed` routes, the same in every run.
+fn chained_hash(parent: Option<Prefix>, tokens: &[TokenId], replayed: &[u8]) -> u64 {
     let mut hasher = DefaultHasher::new();
     parent.map(|parent| parent.hash).hash(&mut hasher);
     tokens.hash(&mut hasher);
+    replayed.hash(&mut hasher);
     hasher.finish()
 }
 
@@ -217,25 +229,25 @@ mod tests {
     #[test]
     fn a_block_is_found_by_everything_before_it() {
         let mut cache = PrefixCache::new(4, 2);
-        let (first, _) = cache.insert(None, &tokens([1, 2]), (BlockId(0), stamp(1)));
-        let (second, _) = cache.insert(Some(first), &tokens([3, 4]), (BlockId(1), stamp(1)));
-        assert_eq!(cache.find(None, &tokens([1, 2])), Some(first));
-        assert_eq!(cache.find(Some(first), &tokens([3, 4])), Some(second));
-        assert_eq!(cache.find(None, &tokens([3, 4])), None, "the same tokens after nothing");
-        assert_eq!(cache.find(Some(first), &tokens([3, 5])), None);
+        let (first, _) = cache.insert(None, &tokens([1, 2]), &[], (BlockId(0), stamp(1)));
+        let (second, _) = cache.insert(Some(first), &tokens([3, 4]), &[], (BlockId(1), stamp(1)));
+        assert_eq!(cache.find(None, &tokens([1, 2]), &[]), Some(first));
+        assert_eq!(cache.find(Some(first), &tokens([3, 4]), &[]), Some(second));
+        assert_eq!(cache.find(None, &tokens([3, 4]), &[]), None, "the same tokens after nothing");
+        assert_eq!(cache.find(Some(first), &tokens([3, 5]), &[]), None);
     }
 
     #[test]
     fn an_equal_hash_of_other_tokens_or_another_parent_is_no_hit() {
         let mut cache = PrefixCache::new(4, 2);
-        let (parent, _) = cache.insert(None, &tokens([1, 2]), (BlockId(0), stamp(1)));
-        cache.insert(Some(parent), &tokens([3, 4]), (BlockId(1), stamp(1)));
-        let forged = chained_hash(None, &tokens([8, 9]));
+        let (parent, _) = cache.insert(None, &tokens([1, 2]), &[], (BlockId(0), stamp(1)));
+        cache.insert(Some(parent), &tokens([3, 4]), &[], (BlockId(1), stamp(1)));
+        let forged = chained_hash(None, &tokens([8, 9]), &[]);
         cache.index.insert(forged, BlockId(0));
-        assert_eq!(cache.find(None, &tokens([8, 9])), None, "block 0 holds [1, 2]");
+        assert_eq!(cache.find(None, &tokens([8, 9]), &[]), None, "block 0 holds [1, 2]");
         let reborn = Prefix { stamp: stamp(2), ..parent };
         assert_eq!(
-            cache.find(Some(reborn), &tokens([3, 4])),
+            cache.find(Some(reborn), &tokens([3, 4]), &[]),
             None,
             "equal hash, but the parent was replaced"
         );
@@ -244,15 +256,19 @@ mod tests {
     #[test]
     fn a_colliding_prefix_takes_the_place_and_names_the_displaced_block() {
         let mut cache = PrefixCache::new(4, 2);
-        let (old_parent, _) = cache.insert(None, &tokens([1, 2]), (BlockId(0), stamp(1)));
-        cache.insert(Some(old_parent), &tokens([3, 4]), (BlockId(1), stamp(1)));
+        let (old_parent, _) = cache.insert(None, &tokens([1, 2]), &[], (BlockId(0), stamp(1)));
+        cache.insert(Some(old_parent), &tokens([3, 4]), &[], (BlockId(1), stamp(1)));
         cache.park(BlockId(0));
         assert_eq!(cache.evict(), Some(BlockId(0)));
-        let (parent, _) = cache.insert(None, &tokens([1, 2]), (BlockId(2), stamp(1)));
-        assert_eq!(cache.find(Some(parent), &tokens([3, 4])), None, "block 1 belongs to the evicted parent");
-        let (child, displaced) = cache.insert(Some(parent), &tokens([3, 4]), (BlockId(3), stamp(1)));
+        let (parent, _) = cache.insert(None, &tokens([1, 2]), &[], (BlockId(2), stamp(1)));
+        assert_eq!(
+            cache.find(Some(parent), &tokens([3, 4]), &[]),
+            None,
+            "block 1 belongs to the evicted parent"
+        );
+        let (child, displaced) = cache.insert(Some(parent), &tokens([3, 4]), &[], (BlockId(3), stamp(1)));
         assert_eq!(displaced, Some(BlockId(1)));
-        assert_eq!(cache.find(Some(parent), &tokens([3, 4])), Some(child));
+        assert_eq!(cache.find(Some(parent), &tokens([3, 4]), &[]), Some(child));
         assert!(!cache.contains(BlockId(1)));
     }
 
@@ -260,7 +276,7 @@ mod tests {
     fn the_block_idle_for_longest_is_evicted_first() {
         let mut cache = PrefixCache::new(3, 2);
         for id in 0..3 {
-            cache.insert(None, &tokens([id, id]), (BlockId(id), stamp(1)));
+            cache.insert(None, &tokens([id, id]), &[], (BlockId(id), stamp(1)));
             cache.park(BlockId(id));
         }
         cache.unpark(BlockId(0));

@@ -26,7 +26,7 @@ impl Scheduler {
         if let Err(error) = self.check_resumed(&rollouts, limits) {
             return Err(Refused { error, rollouts });
         }
-        let first = self.next_id();
+        let (first, replays) = (self.next_id(), self.config.replays);
         let unstarted = rollouts.iter().position(|rollout| rollout.turns.is_empty());
         let family_of = |at: usize, rollout: &Finished| {
             let at = unstarted.filter(|_| rollout.turns.is_empty()).unwrap_or(at);
@@ -34,7 +34,7 @@ impl Scheduler {
         };
         let resume = |(at, rollout): (usize, Finished)| {
             let family = family_of(at, &rollout);
-            Sequence::resumed((SequenceId(first + at as u64), family), rollout, limits)
+            Sequence::resumed((SequenceId(first + at as u64), family), rollout, limits, replays)
         };
         let members = rollouts.into_iter().enumerate().map(resume).collect();
         Ok(self.queue(members))
@@ -59,7 +59,7 @@ impl Scheduler {
             return Err(Refused { error, rollouts: vec![rollout] });
         }
         let id = SequenceId(self.next_id());
-        let mut sequence = Sequence::resumed((id, id), rollout, limits);
+        let mut sequence = Sequence::resumed((id, id), rollout, limits, self.config.replays);
         sequence.give(given);
         self.queue(vec![sequence]);
         Ok(id)
@@ -183,6 +183,7 @@ mod tests {
         max_batch_tokens: 8,
         prefix_cache: false,
         routes: Some(DIMS),
+        replays: false,
     };
 
     fn scheduler() -> Scheduler {

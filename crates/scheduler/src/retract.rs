@@ -46,7 +46,8 @@ impl Scheduler {
             family.unstarted.make_contiguous().sort_unstable();
         }
         self.kv.flush(epoch);
-        self.sequences.values_mut().for_each(|sequence| sequence.drop_unemitted());
+        let replays = self.config.replays;
+        self.sequences.values_mut().for_each(|sequence| sequence.drop_unemitted(replays));
         Ok(())
     }
 
@@ -82,6 +83,7 @@ mod tests {
         max_batch_tokens: 8,
         prefix_cache: true,
         routes: Some(RouteDims { n_layers: 1, top_k: 1, n_experts: 4 }),
+        replays: false,
     };
 
     fn scheduler(n_requests: u32, prompt_tokens: u32) -> Scheduler {

@@ -42,6 +42,11 @@ impl RoutePool {
         block_tokens * dims.row_bytes() + size_of::<Stamp>() + block_tokens.div_ceil(BITS) * size_of::<u64>()
     }
 
+    /// Bytes of one row.
+    pub(crate) fn row_bytes(&self) -> usize {
+        self.dims.row_bytes()
+    }
+
     /// Bytes held.
     pub(crate) fn bytes(&self) -> usize {
         self.stamps.len() * Self::bytes_per_block(self.dims, self.block_tokens)

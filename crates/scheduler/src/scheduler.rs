@@ -4,12 +4,12 @@ use std::collections::{BTreeMap, VecDeque};
 
 use r3_core::ids::{BlockId, GroupId, PolicyVersion, SequenceId};
 use r3_core::rollout::FinishReason;
-use r3_core::routes::RouteDims;
+use r3_core::routes::{RouteDims, RouteView};
 
 use crate::config::SchedulerConfig;
 use crate::error::SchedulerError;
 use crate::kv_memory::KvMemory;
-use crate::plan::TickPlan;
+use crate::plan::{Chunk, TickPlan};
 use crate::request::{Finished, Request, Sample, SequenceView};
 use crate::sequence::Sequence;
 
@@ -241,6 +241,20 @@ impl Scheduler {
         }
     }
 
+    /// The routes that the first `n_replayed` tokens of a chunk take, `[n_replayed, L, K]`: older weights emitted logprobs
+    /// under them. `None` if the router chooses for all of the chunk.
+    ///
+    /// # Panics
+    /// If the chunk is not of the plan.
+    #[must_use]
+    pub fn replayed_routes(&self, chunk: &Chunk) -> Option<RouteView<'_>> {
+        let &Chunk { sequence, start, n_replayed, .. } = chunk;
+        (n_replayed > 0).then(|| {
+            let routes = self.get(sequence).replayed().expect("what is replayed was recorded");
+            routes.slice(start..start + n_replayed)
+        })
+    }
+
     /// Stores the routes of this tick: `rows`, bytes `[T, L, K]` in router order, are those of the plan's rows. Does
     /// nothing when routes are off.
     ///
@@ -304,7 +318,7 @@ impl Scheduler {
         self.is_in_tick = false;
         for chunk in &self.plan.chunks {
             let sequence = self.sequences.get_mut(&chunk.sequence).expect("planned sequences exist");
-            sequence.settle(&mut self.kv, chunk.start + chunk.n_tokens, self.config.block_tokens);
+            sequence.settle(&mut self.kv, chunk.start + chunk.n_tokens);
             assert_recorded(sequence);
         }
         self.counters.computed_tokens += self.plan.n_tokens() as u64;
@@ -488,6 +502,7 @@ mod tests {
         max_batch_tokens: 8,
         prefix_cache: true,
         routes: None,
+        replays: false,
     };
 
     fn request(n_prompt: usize, max_new_tokens: usize) -> Request {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use r3_core::ids::{BlockId, GroupId, PolicyVersion, SequenceId, TokenId};
 use r3_core::rollout::FinishReason;
-use r3_core::routes::RouteDims;
+use r3_core::routes::{RouteDims, RouteView};
 use r3_core::support::SupportRows;
 
 use crate::kv_memory::{Hit, KvMemory};
@@ -29,7 +29,8 @@ impl Published {
 }
 
 /// Two halves. *Emitted* (tokens, logprobs, versions, trace) only grows. *Resident* (blocks, `computed`,
-/// `published`) is given up on preemption and computed again.
+/// `published`) is given up on preemption and computed again: by the weights that computed it first, or on the routes that
+/// the trace has of it.
 #[derive(Clone)]
 pub(crate) struct Sequence {
     pub(crate) id: SequenceId,
@@ -58,6 +59,9 @@ pub(crate) struct Sequence {
     pub(crate) support: Option<SupportRows>,
     pub(crate) prompt_logprobs: Option<Vec<f32>>,
     pub(crate) trace: Option<Trace>,
+    /// Positions from 0 on for which the router of now is not asked: logprobs of other weights were emitted under their
+    /// rows, and what is sampled behind them is trained on with these replayed.
+    pub(crate) n_replayed: usize,
     pub(crate) cached_tokens: usize,
     pub(crate) n_preemptions: usize,
 
@@ -93,6 +97,7 @@ impl Sequence {
             support: request.max_support.map(|_| SupportRows::default()),
             prompt_logprobs: request.prompt_logprobs.then(Vec::new),
             trace: routes.zip(request.return_routes).map(|(dims, start)| Trace::new(dims, start)),
+            n_replayed: 0,
             cached_tokens: 0,
             n_preemptions: 0,
             blocks: Vec::new(),
@@ -107,6 +112,7 @@ impl Sequence {
         (id, family): (SequenceId, SequenceId),
         rollout: Finished,
         limits: &Limits,
+        replays: bool,
     ) -> Self {
         let start = rollout.routes_start;
         let mut sequence = Self {
@@ -127,6 +133,7 @@ impl Sequence {
             support: rollout.support.or_else(|| limits.max_support.map(|_| SupportRows::default())),
             prompt_logprobs: rollout.prompt_logprobs,
             trace: rollout.routes.map(|rows| Trace::of(start, rows)),
+            n_replayed: 0,
             cached_tokens: rollout.cached_tokens,
             n_preemptions: rollout.n_preemptions,
             blocks: Vec::new(),
@@ -134,7 +141,7 @@ impl Sequence {
             published: Published::NOTHING,
         };
         sequence.fill_support();
-        sequence.drop_unemitted();
+        sequence.drop_unemitted(replays);
         sequence.inherited_rows = sequence.trace_end();
         sequence
     }
@@ -167,6 +174,12 @@ impl Sequence {
     /// Position after the last route row it has, in the trace or beside the keys and values; 0 without a trace.
     pub(crate) fn trace_end(&self) -> usize {
         self.trace.as_ref().map_or(0, |trace| trace.end().max(self.computed))
+    }
+
+    /// The routes of the positions that are replayed; `None` if there are none.
+    pub(crate) fn replayed(&self) -> Option<RouteView<'_>> {
+        let trace = self.trace.as_ref().filter(|_| self.n_replayed > 0)?;
+        Some(trace.view().first(self.n_replayed))
     }
 
     /// Tokens a prefix hit may cover: never the last, whose logits are needed, nor a row whose logprob is.
@@ -215,12 +228,14 @@ impl Sequence {
     }
 
     /// Notes that the tokens before `end` are computed, and makes the blocks this filled findable.
-    pub(crate) fn settle(&mut self, kv: &mut KvMemory, end: usize, block_tokens: usize) {
+    pub(crate) fn settle(&mut self, kv: &mut KvMemory, end: usize) {
+        let block_tokens = kv.block_tokens();
         self.computed = end;
         while !self.published.is_cut && (self.published.n_blocks + 1) * block_tokens <= end {
             let at = self.published.n_blocks;
             let tokens = &self.tokens[at * block_tokens..(at + 1) * block_tokens];
-            match kv.publish(self.published.end, tokens, BlockId(self.blocks[at])) {
+            let n_replayed = self.n_replayed.saturating_sub(at * block_tokens).min(block_tokens);
+            match kv.publish(self.published.end, tokens, BlockId(self.blocks[at]), n_replayed) {
                 Some(end) => self.published = Published { n_blocks: at + 1, end: Some(end), is_cut: false },
                 None => self.published.is_cut = true,
             }
@@ -308,10 +323,13 @@ impl Sequence {
     }
 
     /// Forgets the rows under which no logprob was emitted, and the prompt logprobs of who sampled nothing: they are
-    /// of weights that will not sample the next token.
-    pub(crate) fn drop_unemitted(&mut self) {
+    /// of weights that will not sample the next token. Those that are left are replayed from now on, if anything is and they
+    /// are of all positions from 0 on: nobody can replay a part.
+    pub(crate) fn drop_unemitted(&mut self, replays: bool) {
         assert!(self.blocks.is_empty(), "rows of resident tokens are needed");
         let end = self.emitted_rows();
+        let is_whole = self.trace.as_ref().is_some_and(|trace| trace.start() == 0);
+        self.n_replayed = if replays && is_whole { end } else { 0 };
         if let Some(trace) = &mut self.trace {
             trace.truncate(end);
         }
@@ -436,12 +454,12 @@ mod tests {
         let partly = kv.allocate().unwrap();
         kv.record(partly, 0, &[2]);
         preempted.blocks = vec![full.0, partly.0];
-        preempted.settle(&mut kv, 3, 2);
+        preempted.settle(&mut kv, 3);
         preempted.push(TokenId(4), -1.0, PolicyVersion(1));
         preempted.release_blocks(&mut kv);
         assert_eq!((preempted.computed, preempted.n_pending(), preempted.trace_end()), (0, 4, 3));
         assert_eq!(preempted.trace.clone().unwrap().into_rows().view().bytes(), [1, 1, 2]);
         assert_eq!((kv.n_idle(), kv.n_available()), (1, 2), "the full block can be found again");
-        assert_eq!(kv.hit(&preempted.tokens, 3).blocks, [full]);
+        assert_eq!(kv.hit(&preempted.tokens, 3, &[]).blocks, [full]);
     }
 }

@@ -1,12 +1,13 @@
 //! The second lifetime of a route: one row per position of one request, written once.
 
-use r3_core::routes::{RouteDims, RouteRows};
+use r3_core::routes::{RouteDims, RouteRows, RouteView};
 
 /// The routes of a request that outlive its blocks: row `p` is how position `p` was routed when it was first computed.
 ///
 /// Rows are appended in order of position and never change: a preempted sequence computes its positions again,
 /// perhaps under other weights, but the logprobs it already emitted belong to the first routes. So there is no way to
-/// name a position when appending: what comes next is the position after the last.
+/// name a position when appending: what comes next is the position after the last. Other weights may have to take these
+/// rows again, and then run what a trainer runs that replays them.
 #[derive(Clone, Debug)]
 pub(crate) struct Trace {
     /// Position of the first row: what comes before it, the request does not want back.
@@ -48,6 +49,11 @@ impl Trace {
     /// Forgets the rows of positions from `end` on: only of those under which no logprob was emitted.
     pub(crate) fn truncate(&mut self, end: usize) {
         self.rows.truncate(end.saturating_sub(self.start));
+    }
+
+    /// All rows, borrowed.
+    pub(crate) fn view(&self) -> RouteView<'_> {
+        self.rows.view()
     }
 
     pub(crate) fn into_rows(self) -> RouteRows {

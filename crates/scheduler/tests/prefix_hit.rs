@@ -32,6 +32,7 @@ fn scheduler() -> Scheduler {
         max_batch_tokens: 4096,
         prefix_cache: true,
         routes: Some(DIMS),
+        replays: false,
     })
     .unwrap()
 }

@@ -37,6 +37,8 @@ pub struct Expected {
     pub prompt_logprobs: bool,
     /// The first route row wanted.
     pub return_routes: Option<usize>,
+    /// Whether other weights take the rows that it has when they go on with it.
+    pub replays: bool,
     /// See [`crate::program::Ask::stops_late`].
     pub stops_late: bool,
     /// End of the rows that came along from earlier turns and attempts.
@@ -107,13 +109,16 @@ impl Expected {
     /// Asserts that `finished` is what this request ends with, where `current` is the version now served and
     /// `prefill` computes tokens from scratch. Returns the number of route rows compared.
     ///
+    /// If its rows are replayed, every version must have sampled what it does on all of them, as a trainer computes it, and
+    /// chosen those that are its own behind those that are not.
+    ///
     /// # Panics
     /// If anything differs.
     pub fn assert_is(
         &self,
         finished: &Finished,
         current: PolicyVersion,
-        mut prefill: impl FnMut(PolicyVersion, &[TokenId]) -> Prefill,
+        mut prefill: impl FnMut(PolicyVersion, &[TokenId], Option<RouteView<'_>>) -> Prefill,
     ) -> usize {
         let who = Who(self.group, self.index);
         assert_eq!((finished.group, finished.index), (self.group, self.index), "who ended");
@@ -136,8 +141,9 @@ impl Expected {
         }
         versions.sort_unstable();
         versions.dedup();
+        let replayed = finished.view().routes.filter(|_| self.replays && !self.turns.is_empty());
         let prefills: Vec<_> =
-            versions.iter().map(|&version| (version, prefill(version, &self.tokens))).collect();
+            versions.iter().map(|&version| (version, prefill(version, &self.tokens, replayed))).collect();
         let under = |version: PolicyVersion| {
             let (_, prefill) = prefills.iter().find(|(known, _)| *known == version).expect("one of them");
             prefill

@@ -28,7 +28,9 @@ impl Program {
     #[must_use]
     pub fn from_seed(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
-        let config = config(&mut rng);
+        // A stream of its own, so that it changes nothing else.
+        let replays = Rng::new(!seed).one_in(2);
+        let config = SchedulerConfig { replays, ..config(&mut rng) };
         let is_large = LARGE_BLOCKS.contains(&config.block_tokens);
         let stem_tokens = if is_large { LONG_STEM_TOKENS } else { STEM_TOKENS };
         let stems = [(); 2].map(|()| tokens(&mut rng, stem_tokens));
@@ -57,6 +59,7 @@ fn config(rng: &mut Rng) -> SchedulerConfig {
             max_batch_tokens: rng.between(8, 200),
             prefix_cache,
             routes,
+            replays: false,
         };
     }
     let block_tokens = rng.between(1, 5);
@@ -68,6 +71,7 @@ fn config(rng: &mut Rng) -> SchedulerConfig {
         max_batch_tokens: rng.between(1, 16),
         prefix_cache,
         routes,
+        replays: false,
     }
 }
 

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use r3_core::ids::{GroupId, PolicyVersion, SequenceId, TokenId};
-use r3_core::routes::{RouteDims, RouteRows, write_ids};
+use r3_core::routes::{RouteDims, RouteRows, RouteView, write_ids};
 use r3_scheduler::config::SchedulerConfig;
 use r3_scheduler::error::SchedulerError;
 use r3_scheduler::plan::{Chunk, Logits};
@@ -27,27 +27,85 @@ struct Known {
     tokens: Vec<TokenId>,
     /// Of as many of `tokens` as were needed so far, under the weights now served.
     states: Vec<State>,
+    /// If other weights take the routes that it has.
+    replay: Option<Replay>,
 }
 
 impl Known {
-    fn of(rollout: &Finished) -> Self {
+    fn of(rollout: &Finished, replay: Option<Replay>) -> Self {
         Self {
             group: rollout.group,
             index: rollout.index,
             prompt_tokens: rollout.prompt_tokens,
             tokens: rollout.tokens.clone(),
             states: Vec::new(),
+            replay,
         }
     }
 
     /// States of the first `n` tokens.
     fn states(&mut self, version: PolicyVersion, n: usize) -> &[State] {
         let mut state = self.states.last().copied().unwrap_or(State::start(version));
-        for &token in &self.tokens[self.states.len().min(n)..n] {
-            state = state.after(token);
+        for position in self.states.len()..n {
+            state = state.after(self.tokens[position]);
+            if let Some(replay) = &mut self.replay {
+                state = replay.run(position, state);
+            }
             self.states.push(state);
         }
         &self.states[..n]
+    }
+
+    fn push(&mut self, token: TokenId) {
+        if let Some(replay) = &mut self.replay {
+            replay.n_emitted = self.tokens.len();
+        }
+        self.tokens.push(token);
+    }
+}
+
+/// The routes that a request has, of the positions from 0 on.
+struct Replay {
+    dims: RouteDims,
+    /// `[n, L, K]`.
+    routes: Vec<u16>,
+    /// Those that a token was sampled under.
+    n_emitted: usize,
+    /// Those that are taken, and not chosen again.
+    n_replayed: usize,
+}
+
+impl Replay {
+    fn new(dims: RouteDims) -> Self {
+        Self { dims, routes: Vec::new(), n_emitted: 0, n_replayed: 0 }
+    }
+
+    /// Of a rollout that is taken up again.
+    fn of(rollout: &Finished) -> Option<Self> {
+        let routes = rollout.view().routes.filter(|_| rollout.routes_start == 0)?;
+        let n_emitted = rollout.turns.last().map_or(0, |turn| turn.end - 1);
+        let routes_of = |row| ids_of(routes, row);
+        let ids = (0..n_emitted).flat_map(routes_of).collect();
+        Some(Self { dims: routes.dims(), routes: ids, n_emitted, n_replayed: n_emitted })
+    }
+
+    /// From now on other weights compute.
+    fn refit(&mut self) {
+        self.n_replayed = self.n_emitted;
+        self.routes.truncate(self.n_emitted * self.dims.row_ids());
+    }
+
+    /// The state of the token at `position` after those before it, of which the router makes `reached`.
+    fn run(&mut self, position: usize, reached: State) -> State {
+        let row = position * self.dims.row_ids()..(position + 1) * self.dims.row_ids();
+        if position < self.n_replayed {
+            return reached.on(&self.routes[row], self.dims);
+        }
+        if self.routes.len() == row.start {
+            self.routes.resize(row.end, 0);
+            reached.route(self.dims, &mut self.routes[row]);
+        }
+        reached
     }
 }
 
@@ -64,6 +122,8 @@ pub struct HashEngine {
     known: BTreeMap<SequenceId, Known>,
     /// By row of the plan.
     rows: Vec<State>,
+    /// `[T, L, K]`: what the plan's rows ran; nothing if routes are off.
+    ran: Vec<u16>,
     samples: Vec<Sample>,
     digest: u64,
     /// No tick has been since the last flush, so nobody is in the way of the oldest request.
@@ -98,6 +158,7 @@ impl HashEngine {
             n_ticks: 0,
             known: BTreeMap::new(),
             rows: Vec::new(),
+            ran: Vec::new(),
             samples: Vec::new(),
             digest: 0,
             is_oldest_next: false,
@@ -119,7 +180,7 @@ impl HashEngine {
 
     /// Computes every row of the plan, and stores it in its slot after all that precedes it was read and compared.
     fn forward(&mut self) {
-        let Self { scheduler, config, kv, written, rows, known, .. } = self;
+        let Self { scheduler, config, kv, written, rows, ran, known, .. } = self;
         let plan = scheduler.tick_plan();
         self.n_ticks += 1;
         self.digest = mix(self.digest ^ self.n_ticks);
@@ -135,7 +196,10 @@ impl HashEngine {
             assert!(is_planned, "{oldest:?} waits after a flush, although it is the oldest");
         }
         rows.clear();
-        for &Chunk { sequence, start, n_tokens, first_row, .. } in &plan.chunks {
+        ran.clear();
+        for chunk in &plan.chunks {
+            let &Chunk { sequence, start, n_tokens, first_row, .. } = chunk;
+            let replayed = scheduler.replayed_routes(chunk);
             self.digest = mix(self.digest ^ sequence.0 ^ (start as u64) << 32);
             assert!(n_tokens > 0 && first_row == rows.len(), "chunks cover the rows in order");
             let known = known.get_mut(&sequence).expect("a planned request was submitted and has not ended");
@@ -163,7 +227,17 @@ impl HashEngine {
                 assert_eq!(plan.tokens[row], known.tokens[position], "{sequence}: the token at {position}");
                 assert_eq!(plan.positions[row] as usize, position, "{sequence}: a position");
                 assert_eq!(plan.slots[row] as usize, slot_of(position), "{sequence}: the slot of {position}");
-                rows.push(known.states[position]);
+                let before =
+                    position.checked_sub(1).map_or(State::start(self.version), |at| known.states[at]);
+                let reached = before.after(known.tokens[position]);
+                let given = replayed.filter(|routes| position - start < routes.rows());
+                let given = given.map(|routes| ids_of(routes, position - start));
+                let state = run(reached, given, config.routes, ran);
+                assert_eq!(
+                    state, known.states[position],
+                    "{sequence} runs at {position} what is not its own"
+                );
+                rows.push(state);
             }
         }
         assert_eq!(rows.len(), plan.n_tokens(), "chunks cover all rows");
@@ -174,12 +248,12 @@ impl HashEngine {
 
     /// Hands routes and prompt logprobs over, and makes the copies.
     fn store(&mut self) {
-        let Self { scheduler, config, kv, rows, known, .. } = self;
+        let Self { scheduler, config, kv, rows, ran, known, .. } = self;
         if let Some(dims) = config.routes {
-            scheduler.record(routes_of(rows, dims).view().bytes());
+            scheduler.record(route_rows(ran, dims).view().bytes());
         }
         for at in 0..scheduler.tick_plan().chunks.len() {
-            let Chunk { sequence, start, n_tokens, first_row, wants } = scheduler.tick_plan().chunks[at];
+            let Chunk { sequence, start, n_tokens, first_row, wants, .. } = scheduler.tick_plan().chunks[at];
             if wants == Logits::All {
                 let known = &known[&sequence];
                 let end = (start + n_tokens).min(known.prompt_tokens - 1);
@@ -195,6 +269,10 @@ impl HashEngine {
         for (&from, &to) in copies.from.iter().zip(&copies.to) {
             kv[to as usize] = kv[from as usize];
         }
+    }
+
+    fn known_of(&self, rollout: &Finished) -> Known {
+        Known::of(rollout, self.config.replays.then(|| Replay::of(rollout)).flatten())
     }
 
     fn sample(&mut self) {
@@ -237,13 +315,15 @@ impl Subject for HashEngine {
             let tokens = request.prompt.to_vec();
             let prompt_tokens = tokens.len();
             let (group, states) = (request.group, Vec::new());
-            self.known.insert(id, Known { group, index, prompt_tokens, tokens, states });
+            let dims = self.config.routes.filter(|_| request.return_routes == Some(0) && self.config.replays);
+            let replay = dims.map(Replay::new);
+            self.known.insert(id, Known { group, index, prompt_tokens, tokens, states, replay });
         }
         Ok(ids)
     }
 
     fn resume(&mut self, rollouts: Vec<Finished>, limits: &Limits) -> Result<Vec<SequenceId>, Refused> {
-        let known: Vec<_> = rollouts.iter().map(Known::of).collect();
+        let known: Vec<_> = rollouts.iter().map(|rollout| self.known_of(rollout)).collect();
         let ids = self.scheduler.resume(rollouts, limits)?;
         self.known.extend(ids.iter().copied().zip(known));
         Ok(ids)
@@ -255,7 +335,7 @@ impl Subject for HashEngine {
         given: &[TokenId],
         limits: &Limits,
     ) -> Result<SequenceId, Refused> {
-        let mut known = Known::of(&rollout);
+        let mut known = self.known_of(&rollout);
         let id = self.scheduler.next_turn(rollout, given, limits)?;
         known.tokens.extend_from_slice(given);
         self.known.insert(id, known);
@@ -273,7 +353,7 @@ impl Subject for HashEngine {
         self.store();
         self.sample();
         for sample in &self.samples {
-            self.known.get_mut(&sample.sequence).expect("it was there").tokens.push(sample.token);
+            self.known.get_mut(&sample.sequence).expect("it was there").push(sample.token);
         }
         self.scheduler.advance(&self.samples, self.version);
         true
@@ -307,7 +387,10 @@ impl Subject for HashEngine {
     fn refit(&mut self, version: PolicyVersion) {
         self.flush();
         self.version = version;
-        self.known.values_mut().for_each(|known| known.states.clear());
+        for known in self.known.values_mut() {
+            known.states.clear();
+            known.replay.iter_mut().for_each(Replay::refit);
+        }
     }
 
     fn flush(&mut self) {
@@ -358,25 +441,52 @@ impl Subject for HashEngine {
         self.scheduler.check();
     }
 
-    fn prefill(&mut self, version: PolicyVersion, tokens: &[TokenId]) -> Prefill {
+    fn prefill(
+        &mut self,
+        version: PolicyVersion,
+        tokens: &[TokenId],
+        replayed: Option<RouteView<'_>>,
+    ) -> Prefill {
         let mut state = State::start(version);
         let mut logprobs = Vec::with_capacity(tokens.len());
-        let mut states = Vec::with_capacity(tokens.len());
+        let mut chosen = Vec::new();
         for (at, &token) in tokens.iter().enumerate() {
-            state = state.after(token);
-            states.push(state);
+            let reached = state.after(token);
+            run(reached, None, self.config.routes, &mut chosen);
+            let given = replayed.filter(|routes| at < routes.rows()).map(|routes| ids_of(routes, at));
+            state = run(reached, given, self.config.routes, &mut Vec::new());
             logprobs.extend(tokens.get(at + 1).map(|&next| state.logprob(next)));
         }
-        Prefill { rows: self.config.routes.map(|dims| routes_of(&states, dims)), logprobs }
+        Prefill { rows: self.config.routes.map(|dims| route_rows(&chosen, dims)), logprobs }
     }
 }
 
-fn routes_of(states: &[State], dims: RouteDims) -> RouteRows {
-    let mut rows = RouteRows::with_capacity(dims, states.len());
-    let (mut ids, mut bytes) = (vec![0; dims.row_ids()], vec![0; dims.row_bytes()]);
-    for state in states {
-        state.route(dims, &mut ids);
-        write_ids(&ids, dims.width(), &mut bytes);
+/// The state of a token on the experts `given`, or those that the router chooses; `ran` gets them.
+fn run(reached: State, given: Option<Vec<u16>>, dims: Option<RouteDims>, ran: &mut Vec<u16>) -> State {
+    let Some(dims) = dims else { return reached };
+    if let Some(ids) = given {
+        ran.extend(&ids);
+        return reached.on(&ids, dims);
+    }
+    let start = ran.len();
+    ran.resize(start + dims.row_ids(), 0);
+    reached.route(dims, &mut ran[start..]);
+    reached
+}
+
+/// The experts of a row, `[L, K]`.
+fn ids_of(routes: RouteView<'_>, row: usize) -> Vec<u16> {
+    let RouteDims { n_layers, top_k, .. } = routes.dims();
+    let ids = |layer| (0..top_k).map(move |k| routes.expert(row, layer, k));
+    (0..n_layers).flat_map(ids).collect()
+}
+
+/// Experts `[n, L, K]` as rows.
+fn route_rows(ids: &[u16], dims: RouteDims) -> RouteRows {
+    let mut rows = RouteRows::with_capacity(dims, ids.len() / dims.row_ids());
+    let mut bytes = vec![0; dims.row_bytes()];
+    for ids in ids.chunks_exact(dims.row_ids()) {
+        write_ids(ids, dims.width(), &mut bytes);
         rows.append(&bytes);
     }
     rows

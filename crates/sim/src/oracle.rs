@@ -44,6 +44,16 @@ impl State {
         }
     }
 
+    /// The state of this token if it took the experts `ran` `[L, K]` instead of those of its route; the same if these are
+    /// the same.
+    #[must_use]
+    pub fn on(self, ran: &[u16], dims: RouteDims) -> Self {
+        let mut own = vec![0; dims.row_ids()];
+        self.route(dims, &mut own);
+        let taken = |state: u64, &expert: &u16| mix(state.wrapping_mul(3) ^ (u64::from(expert) + 1));
+        if own == ran { self } else { Self(ran.iter().fold(mix(!self.0), taken)) }
+    }
+
     /// The token that rollout `index` of `group` samples next, at `position`.
     #[must_use]
     pub fn token(self, group: GroupId, index: u32, position: usize) -> TokenId {
@@ -103,6 +113,19 @@ mod tests {
             }
             assert!(seen.iter().all(|&seen| seen));
         }
+    }
+
+    #[test]
+    fn experts_of_another_router_are_seen_in_the_state_and_its_own_are_not() {
+        let reached = state(0, &[1, 2]);
+        let mut own = vec![0; NARROW.row_ids()];
+        reached.route(NARROW, &mut own);
+        assert_eq!(reached.on(&own, NARROW), reached);
+        own.swap(0, 1);
+        assert_ne!(reached.on(&own, NARROW), reached, "their order counts");
+        let mut other = own.clone();
+        other.swap(2, 3);
+        assert_ne!(reached.on(&own, NARROW), reached.on(&other, NARROW));
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use r3_core::ids::{GroupId, PolicyVersion, SequenceId, TokenId};
 use r3_core::rollout::FinishReason;
+use r3_core::routes::RouteView;
 use r3_scheduler::config::SchedulerConfig;
 use r3_scheduler::error::SchedulerError;
 use r3_scheduler::request::{Finished, Limits, Request};
@@ -165,6 +166,7 @@ impl<S: Subject> Player<S> {
                 reach: ask.reach,
                 prompt_logprobs: ask.prompt_logprobs,
                 return_routes,
+                replays: self.config.replays && return_routes == Some(0),
                 stops_late: ask.stops_late,
                 inherited_end: 0,
             };
@@ -354,7 +356,9 @@ impl<S: Subject> Player<S> {
         assert_eq!(self.subject.stats(), before, "a snapshot changed something");
         assert!(snapshot.iter().map(|rollout| rollout.sequence).eq(self.live.keys().copied()), "in flight");
         for rollout in &snapshot {
-            let prefill = |version, tokens: &[TokenId]| self.subject.prefill(version, tokens);
+            let prefill = |version, tokens: &[TokenId], replayed: Option<RouteView<'_>>| {
+                self.subject.prefill(version, tokens, replayed)
+            };
             self.live[&rollout.sequence].assert_is(rollout, self.version, prefill);
         }
         snapshot
@@ -408,7 +412,10 @@ impl<S: Subject> Player<S> {
     }
 
     fn compare(&mut self, finished: &Finished, expected: &Expected, version: PolicyVersion) -> usize {
-        expected.assert_is(finished, version, |version, tokens| self.subject.prefill(version, tokens))
+        let prefill = |version, tokens: &[TokenId], replayed: Option<RouteView<'_>>| {
+            self.subject.prefill(version, tokens, replayed)
+        };
+        expected.assert_is(finished, version, prefill)
     }
 
     /// What holds between any two operations.

@@ -139,7 +139,8 @@ impl fmt::Display for Program {
         match self.config.routes {
             None => f.write_str("no routes")?,
             Some(dims) => {
-                write!(f, "{} of {} experts in {} layers", dims.top_k, dims.n_experts, dims.n_layers)?
+                write!(f, "{} of {} experts in {} layers", dims.top_k, dims.n_experts, dims.n_layers)?;
+                f.write_str(if self.config.replays { ", replayed" } else { "" })?;
             }
         }
         for (number, op) in (1..).zip(&self.ops) {

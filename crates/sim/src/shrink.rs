@@ -45,6 +45,7 @@ fn configs(config: &SchedulerConfig) -> Vec<SchedulerConfig> {
     let mut configs = vec![
         SchedulerConfig { prefix_cache: false, ..*config },
         SchedulerConfig { routes: None, ..*config },
+        SchedulerConfig { replays: false, ..*config },
         SchedulerConfig { routes: config.routes.map(|_| crate::generate::NARROW), ..*config },
         SchedulerConfig { max_batch_tokens: 64, ..*config },
     ];

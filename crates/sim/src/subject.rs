@@ -1,7 +1,7 @@
 //! What a program is played on.
 
 use r3_core::ids::{PolicyVersion, SequenceId, TokenId};
-use r3_core::routes::RouteRows;
+use r3_core::routes::{RouteRows, RouteView};
 use r3_scheduler::error::SchedulerError;
 use r3_scheduler::request::{Finished, Limits, Refused, Request, Sample};
 use r3_scheduler::scheduler::SchedulerStats;
@@ -11,7 +11,7 @@ use crate::program::FailsAfter;
 /// A plain prefill of `T` tokens under one set of weights, without anything before it.
 #[derive(Debug)]
 pub struct Prefill {
-    /// `[T, L, K]`, or at least `T - 1` rows; `None` if routes are off.
+    /// What the router chooses: `[T, L, K]`, or at least `T - 1` rows; `None` if routes are off.
     pub rows: Option<RouteRows>,
     /// `[T - 1]` nats, of tokens 1 on.
     pub logprobs: Vec<f32>,
@@ -88,5 +88,13 @@ pub trait Subject {
     fn check(&self);
 
     /// What a plain prefill of `tokens` under the weights of `version` gives, by an engine that does nothing else.
-    fn prefill(&mut self, version: PolicyVersion, tokens: &[TokenId]) -> Prefill;
+    ///
+    /// With `replayed` routes of the first tokens, these take them instead of what the router chooses, as they do in a
+    /// trainer; tokens behind those and the one after need not be looked at.
+    fn prefill(
+        &mut self,
+        version: PolicyVersion,
+        tokens: &[TokenId],
+        replayed: Option<RouteView<'_>>,
+    ) -> Prefill;
 }

@@ -25,6 +25,7 @@ const CONFIG: SchedulerConfig = SchedulerConfig {
     max_batch_tokens: 64,
     prefix_cache: true,
     routes: Some(NARROW),
+    replays: false,
 };
 
 fn player(config: SchedulerConfig) -> Player<HashEngine> {

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use r3_core::ids::{GroupId, PolicyVersion, SequenceId, TokenId};
 use r3_core::rollout::FinishReason;
+use r3_core::routes::RouteView;
 use r3_engine::config::EngineConfig;
 use r3_engine::engine::{Engine, GroupRequest};
 use r3_engine::error::EngineError;
@@ -100,6 +101,7 @@ impl Policies {
             max_running: sizes.max_running,
             prefix_cache: sizes.prefix_cache,
             capture_routes: sizes.routes.is_some(),
+            replay: sizes.replays.then_some(0.0),
         };
         EngineConfig { kv_bytes: sizes.n_blocks as u64 * config.block_bytes(&self.model), ..config }
     }
@@ -115,6 +117,7 @@ impl Policies {
             max_running: 1,
             prefix_cache: false,
             capture_routes: true,
+            replay: None,
         };
         [0, 1, 2].map(|version| self.engine(plain, PolicyVersion(version)))
     }
@@ -298,8 +301,18 @@ impl Subject for RealEngine<'_> {
         self.engine.check();
     }
 
-    fn prefill(&mut self, version: PolicyVersion, tokens: &[TokenId]) -> Prefill {
+    fn prefill(
+        &mut self,
+        version: PolicyVersion,
+        tokens: &[TokenId],
+        replayed: Option<RouteView<'_>>,
+    ) -> Prefill {
         let reference = &mut self.references[version.0 as usize % 3];
+        if let Some(routes) = replayed {
+            let tokens = &tokens[..=routes.rows()];
+            let scored = reference.score(&ToScore { routes: replayed, ..ToScore::new(tokens) }).unwrap();
+            return Prefill { rows: Some(scored.live_routes), logprobs: scored.logprobs };
+        }
         let prompt = GroupRequest {
             group: GroupId(0),
             prompt: tokens.into(),

@@ -37,7 +37,7 @@ fn routes_change_no_plan() {
     for seed in 0..2000 {
         let program = Program::from_seed(seed);
         let with = |routes| {
-            let config = SchedulerConfig { routes, ..program.config };
+            let config = SchedulerConfig { routes, replays: false, ..program.config };
             played(&Program { config, ..program.clone() })
         };
         let (on, off) = (with(Some(NARROW)), with(None));

@@ -1,4 +1,4 @@
-//! Replay of those experts alone that this pass scores high enough.
+//! Replay of those experts alone that this pass scores high enough, and of some tokens alone.
 
 use crate::exp::exp;
 use crate::isa::Baseline;
@@ -27,6 +27,26 @@ pub(super) fn replay_above(
                 true => *id,
                 false => *others.next().expect("K of the router's own, less those that are kept"),
             };
+        }
+    }
+}
+
+/// Puts `replayed` `[R, K]` into the rows `tokens` of `ids`, which hold the router's own choice: all of it if `ratio` is 0,
+/// else as [`replay_above`] does.
+pub(super) fn replay_some(
+    scores: &[f32],
+    (config, ratio): (RouterConfig, f32),
+    (tokens, replayed): (&[usize], &[u16]),
+    ids: &mut [u16],
+) {
+    let RouterConfig { n_experts, top_k, .. } = config;
+    assert!(tokens.is_sorted_by(|one, next| one < next), "the tokens that are replayed do not ascend");
+    for (&token, replayed) in tokens.iter().zip(replayed.chunks_exact(top_k)) {
+        let ids = &mut ids[token * top_k..][..top_k];
+        if ratio > 0.0 {
+            replay_above(&scores[token * n_experts..][..n_experts], (config, ratio), replayed, ids);
+        } else {
+            ids.copy_from_slice(replayed);
         }
     }
 }

@@ -118,6 +118,32 @@ proptest! {
     }
 
     #[test]
+    fn tokens_that_are_replayed_are_as_where_all_are_and_the_others_as_where_none_is(
+        layer in layer_of(-5.0_f32..5.0), shift in 0_usize..40, picked in any::<u8>(),
+        ratio in prop_oneof![Just(0.0_f32), 0.0_f32..1.0]
+    ) {
+        for (scores, config) in scored(layer) {
+            let (e, k) = (config.n_experts, config.top_k);
+            let n_tokens = scores.len() / e;
+            let ids: Vec<u16> = (0..n_tokens * k).map(|i| ((i / k + i % k + shift) % e) as u16).collect();
+            let tokens: Vec<usize> = (0..n_tokens).filter(|token| picked >> token & 1 == 1).collect();
+            let some: Vec<u16> = tokens.iter().flat_map(|token| ids[token * k..][..k].to_vec()).collect();
+            let mut record = RouteRecord::new(2, config);
+            record.start(n_tokens);
+            let both = some.repeat(2);
+            let mut choice = Choice::empty();
+            let mut routing = Routing::ReplaySome { tokens: &tokens, ids: &both, ratio, record: &mut record };
+            choose(&scores, config, 1, &mut routing, &mut choice);
+            prop_assert_eq!(&record.layer(1), choice.ids(), "what is kept is what runs");
+            let (all, none) = (replay_above_of(&scores, config, &ids, ratio), chosen(&scores, config));
+            for (token, ran) in choice.ids().chunks(k).enumerate() {
+                let expected = if tokens.contains(&token) { &all } else { &none };
+                prop_assert_eq!(ran, &expected.ids()[token * k..][..k], "token {} of {}", token, n_tokens);
+            }
+        }
+    }
+
+    #[test]
     fn a_token_is_routed_the_same_alone_and_among_others(layer in layer_of(-5.0_f32..5.0)) {
         for (scores, config) in scored(layer) {
             let choice = chosen(&scores, config);
@@ -257,6 +283,28 @@ fn replayed_ids_that_are_not_a_choice_are_named() {
         choose(&scores, QWEN, 1, routing, &mut Choice::empty());
     });
     assert_eq!(message, "4 replayed ids are not [L, 2, 2] with a layer 1");
+}
+
+#[test]
+fn tokens_are_replayed_in_their_order_with_ids_of_their_own() {
+    let refuse = |tokens: &'static [usize], ids: &'static [u16]| {
+        panic_of(move || {
+            let mut record = RouteRecord::new(1, QWEN);
+            record.start(2);
+            let mut routing = Routing::ReplaySome { tokens, ids, ratio: 0.0, record: &mut record };
+            choose(&[0.0; 8], QWEN, 0, &mut routing, &mut Choice::empty());
+        })
+    };
+    assert_eq!(refuse(&[1], &[0, 1, 2]), "3 replayed ids are not [L, 1, 2] with a layer 0");
+    assert_eq!(refuse(&[0, 1], &[0, 1, 3, 3]), "layer 0, token 1: expert 3 is replayed twice");
+    let in_no_order = std::panic::catch_unwind(|| {
+        let mut record = RouteRecord::new(1, QWEN);
+        record.start(2);
+        let ids = [0, 1, 2, 3];
+        let mut routing = Routing::ReplaySome { tokens: &[1, 0], ids: &ids, ratio: 0.0, record: &mut record };
+        choose(&[0.0; 8], QWEN, 0, &mut routing, &mut Choice::empty());
+    });
+    assert!(in_no_order.is_err());
 }
 
 /// Eight experts in four groups of two, of which two groups are kept.

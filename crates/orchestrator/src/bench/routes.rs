@@ -304,6 +304,7 @@ impl Bench {
             max_batch_tokens: setup.sequences,
             prefix_cache: false,
             routes,
+            replays: false,
         });
         let mut bench = Self {
             scheduler: scheduler.map_err(r3_engine::error::EngineError::from)?,

@@ -91,6 +91,7 @@ impl Server {
             max_running: load.batch,
             prefix_cache: false,
             capture_routes,
+            replay: None,
         };
         let blocks = (load.prompt + load.new).div_ceil(BLOCK_TOKENS) + 1;
         config.kv_bytes = config.block_bytes(&subject.config) * (load.batch * blocks) as u64;

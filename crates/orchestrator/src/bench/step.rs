@@ -263,6 +263,7 @@ fn engine_config(subject: &Subject, setup: &StepSetup) -> EngineConfig {
         max_running: section.max_running,
         prefix_cache: section.prefix_cache,
         capture_routes: true,
+        replay: None,
     };
     let blocks = (setup.prompt + setup.new).div_ceil(config.block_tokens) + 1;
     config.kv_bytes = config.block_bytes(&subject.config) * (setup.completions() * blocks) as u64;

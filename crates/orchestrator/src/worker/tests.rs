@@ -34,7 +34,8 @@ impl Rollouts {
         let (mut parts, ring) = worker_parts(Arc::new(ExactMatch), Duration::from_secs(60));
         let numbers = (recipe().rollout.dtype, recipe().resolved_numerics());
         let config = EngineConfig::from_recipe(&recipe().engine, numbers, true);
-        let config = EngineConfig { max_running: 5, max_batch_tokens: 16, block_tokens: 4, ..config };
+        let sizes = EngineConfig { max_running: 5, max_batch_tokens: 16, block_tokens: 4, ..config };
+        let config = EngineConfig { replay: Some(0.0), ..sizes };
         let weights = FreshWeights::new(&model(), 1);
         parts.engine = Engine::new(config, &model(), &weights, PolicyVersion(0)).unwrap();
         parts.dataset = Arc::new(Dataset { held_out: dataset().train, ..dataset() });

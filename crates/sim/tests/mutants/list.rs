@@ -40,7 +40,7 @@ const EVICT_ALL: &str = "while let Some(block) = self.cache.as_mut().and_then(Pr
         assert_eq!(self.pool.free().len(), self.pool.n_blocks(), \"nobody holds a block during a flush\");";
 const STALE_EPOCH: &str = "return Err(SchedulerError::StaleEpoch { epoch, current: self.kv.epoch() });";
 
-pub(crate) const MUTANTS: [Mutant; 40] = [
+pub(crate) const MUTANTS: [Mutant; 44] = [
     Mutant {
         name: "the last row of a prefill is cut off",
         faults: &[1],
@@ -111,7 +111,7 @@ pub(crate) const MUTANTS: [Mutant; 40] = [
             find: "self.plan.clear();",
             replace: r#"for chunk in &self.plan.chunks {
             let sequence = self.sequences.get_mut(&chunk.sequence).expect("planned sequences exist");
-            sequence.settle(&mut self.kv, chunk.start + chunk.n_tokens, self.config.block_tokens);
+            sequence.settle(&mut self.kv, chunk.start + chunk.n_tokens);
         }
         self.plan.clear();"#,
         }],
@@ -179,9 +179,9 @@ pub(crate) const MUTANTS: [Mutant; 40] = [
         faults: &[15, 16],
         edits: &[Edit {
             file: ENGINE,
-            find: "scheduler.record(routes_of(rows, dims).view().bytes());",
-            replace: "let rows: Vec<_> = rows.iter().rev().copied().collect();
-            scheduler.record(routes_of(&rows, dims).view().bytes());",
+            find: "scheduler.record(route_rows(ran, dims).view().bytes());",
+            replace: "let ran: Vec<_> = ran.rchunks(dims.row_ids()).flatten().copied().collect();
+            scheduler.record(route_rows(&ran, dims).view().bytes());",
         }],
     },
     Mutant {
@@ -408,6 +408,42 @@ pub(crate) const MUTANTS: [Mutant; 40] = [
             file: PLANNER,
             find: "end == sequence.tokens.len() && sequence.max_new_tokens > 0",
             replace: "false",
+        }],
+    },
+    Mutant {
+        name: "after a refit the new router chooses where routes are replayed",
+        faults: &[],
+        edits: &[Edit {
+            file: SEQUENCE,
+            find: "self.n_replayed = if replays && is_whole { end } else { 0 };",
+            replace: "let _ = (replays, is_whole);",
+        }],
+    },
+    Mutant {
+        name: "the last position that is replayed is left to the router",
+        faults: &[],
+        edits: &[Edit {
+            file: PLANNER,
+            find: "sequence.n_replayed.clamp(start, end) - start",
+            replace: "sequence.n_replayed.saturating_sub(1).clamp(start, end) - start",
+        }],
+    },
+    Mutant {
+        name: "every chunk replays the first rows",
+        faults: &[],
+        edits: &[Edit {
+            file: SCHEDULER,
+            find: "routes.slice(start..start + n_replayed)",
+            replace: "routes.slice(0..n_replayed)",
+        }],
+    },
+    Mutant {
+        name: "what ran on replayed routes is found by its tokens alone",
+        faults: &[],
+        edits: &[Edit {
+            file: KV,
+            find: "cache.insert(parent, tokens, replayed, (block, stamp))",
+            replace: "cache.insert(parent, tokens, &[], (block, stamp))",
         }],
     },
 ];
