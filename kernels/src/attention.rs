@@ -68,18 +68,27 @@ impl Heads {
 #[derive(Clone, Debug)]
 pub struct KvCache {
     heads: Heads,
-    n_layers: usize,
     n_slots: usize,
     pages: Pages,
 }
 
+/// By layer, each in memory of its own: so much more easily finds a place between what else there is.
 #[derive(Clone, Debug)]
 enum Pages {
-    F32(Tiles<f32>),
-    Bf16(Tiles<bf16>),
+    F32(Vec<Tiles<f32>>),
+    Bf16(Vec<Tiles<bf16>>),
 }
 
-/// Tiles of 16 slots: `keys` `[n_layers, n_tiles, Hkv, hd, 16]`, `values` `[n_layers, n_tiles, Hkv, 16, hd]`.
+impl Pages {
+    fn n_layers(&self) -> usize {
+        match self {
+            Self::F32(layers) => layers.len(),
+            Self::Bf16(layers) => layers.len(),
+        }
+    }
+}
+
+/// One layer, in tiles of 16 slots: `keys` `[n_tiles, Hkv, hd, 16]`, `values` `[n_tiles, Hkv, 16, hd]`.
 #[derive(Clone, Debug)]
 struct Tiles<E> {
     keys: Vec<E>,
@@ -101,12 +110,12 @@ impl KvCache {
     #[must_use]
     pub fn new(n_layers: usize, n_slots: usize, heads: Heads, dtype: Dtype) -> Self {
         heads.assert_whole();
-        let len = n_layers * n_slots.next_multiple_of(LANES) * heads.kv_len();
+        let len = n_slots.next_multiple_of(LANES) * heads.kv_len();
         let pages = match dtype {
-            Dtype::F32 => Pages::F32(Tiles::zeros(len)),
-            Dtype::Bf16 => Pages::Bf16(Tiles::zeros(len)),
+            Dtype::F32 => Pages::F32((0..n_layers).map(|_| Tiles::zeros(len)).collect()),
+            Dtype::Bf16 => Pages::Bf16((0..n_layers).map(|_| Tiles::zeros(len)).collect()),
         };
-        Self { heads, n_layers, n_slots, pages }
+        Self { heads, n_slots, pages }
     }
 
     /// Bytes that one slot takes at all layers.
@@ -125,15 +134,15 @@ impl KvCache {
     /// # Panics
     /// If a shape does not fit, or layer or slot is out of range.
     pub fn write(&mut self, layer: usize, slots: &[u32], k: &[f32], v: &[f32]) {
-        assert!(layer < self.n_layers, "layer {layer} of {}", self.n_layers);
+        let n_layers = self.pages.n_layers();
+        assert!(layer < n_layers, "layer {layer} of {n_layers}");
         let want = slots.len() * self.heads.kv_len();
         assert_eq!((k.len(), v.len()), (want, want), "keys and values are [{}, Hkv, hd]", slots.len());
         self.assert_slots(slots);
-        let first_slot = layer * self.n_slots.next_multiple_of(LANES);
-        let rows = NewRows { heads: self.heads, first_slot, slots, k, v };
+        let rows = NewRows { heads: self.heads, slots, k, v };
         let pages = match &mut self.pages {
-            Pages::F32(tiles) => PageParts::F32(tiles.parts()),
-            Pages::Bf16(tiles) => PageParts::Bf16(tiles.parts()),
+            Pages::F32(layers) => PageParts::F32(layers[layer].parts()),
+            Pages::Bf16(layers) => PageParts::Bf16(layers[layer].parts()),
         };
         // A tile belongs to one kv head, so heads do not meet.
         parallel::for_each(self.heads.n_kv_heads, WRITE_WORK * (k.len() + v.len()), |kv_head| {
@@ -149,15 +158,9 @@ impl KvCache {
         assert_eq!(from.len(), to.len(), "one slot to copy to for each to copy from");
         self.assert_slots(from);
         self.assert_slots(to);
-        for layer in 0..self.n_layers {
-            let first_slot = layer * self.n_slots.next_multiple_of(LANES);
-            for (&from, &to) in from.iter().zip(to) {
-                let (from, to) = (first_slot + from as usize, first_slot + to as usize);
-                match &mut self.pages {
-                    Pages::F32(tiles) => tiles.copy(self.heads, from, to),
-                    Pages::Bf16(tiles) => tiles.copy(self.heads, from, to),
-                }
-            }
+        match &mut self.pages {
+            Pages::F32(layers) => layers.iter_mut().for_each(|tiles| tiles.copy(self.heads, from, to)),
+            Pages::Bf16(layers) => layers.iter_mut().for_each(|tiles| tiles.copy(self.heads, from, to)),
         }
     }
 
@@ -173,43 +176,36 @@ impl<E: Element> Tiles<E> {
         [Disjoint::new(&mut self.keys), Disjoint::new(&mut self.values)]
     }
 
-    fn copy(&mut self, heads: Heads, from: usize, to: usize) {
-        for kv_head in 0..heads.n_kv_heads {
-            let ((from, from_lane), (to, to_lane)) = (place(heads, from, kv_head), place(heads, to, kv_head));
-            for d in 0..heads.head_dim {
-                self.keys[to + d * LANES + to_lane] = self.keys[from + d * LANES + from_lane];
+    fn copy(&mut self, heads: Heads, from: &[u32], to: &[u32]) {
+        for (&from, &to) in from.iter().zip(to) {
+            for kv_head in 0..heads.n_kv_heads {
+                let (from, from_lane) = place(heads, from as usize, kv_head);
+                let (to, to_lane) = place(heads, to as usize, kv_head);
+                for d in 0..heads.head_dim {
+                    self.keys[to + d * LANES + to_lane] = self.keys[from + d * LANES + from_lane];
+                }
+                let from = from + from_lane * heads.head_dim;
+                self.values.copy_within(from..from + heads.head_dim, to + to_lane * heads.head_dim);
             }
-            let from = from + from_lane * heads.head_dim;
-            self.values.copy_within(from..from + heads.head_dim, to + to_lane * heads.head_dim);
         }
     }
 
-    /// One kv head of one sequence at one layer.
-    fn view<'a>(&'a self, cache: &KvCache, layer: usize, head: KvHead<'a>) -> View<'a, E> {
-        let Heads { n_kv_heads, head_dim, .. } = cache.heads;
-        let len = self.keys.len() / cache.n_layers;
-        View {
-            keys: &self.keys[layer * len..][..len],
-            values: &self.values[layer * len..][..len],
-            n_kv_heads,
-            head_dim,
-            head,
-            next: None,
-        }
+    /// One kv head of one sequence.
+    fn view<'a>(&'a self, heads: Heads, head: KvHead<'a>) -> View<'a, E> {
+        let Heads { n_kv_heads, head_dim, .. } = heads;
+        View { keys: &self.keys, values: &self.values, n_kv_heads, head_dim, head, next: None }
     }
 }
 
 /// Keys and values on their way into a cache, as [`KvCache::write`] takes them.
 struct NewRows<'a> {
     heads: Heads,
-    /// The layer's.
-    first_slot: usize,
     slots: &'a [u32],
     k: &'a [f32],
     v: &'a [f32],
 }
 
-/// Keys and values of a cache, to be written by several tasks.
+/// Keys and values of a layer, to be written by several tasks.
 enum PageParts<'a> {
     F32([Disjoint<'a, f32>; 2]),
     Bf16([Disjoint<'a, bf16>; 2]),
@@ -232,7 +228,7 @@ fn write_head_body<I: Isa>(pages: &PageParts<'_>, rows: &NewRows<'_>, kv_head: u
 fn write_rows<E: Element>([keys, values]: &[Disjoint<'_, E>; 2], rows: &NewRows<'_>, kv_head: usize) {
     let Heads { n_kv_heads, head_dim, .. } = rows.heads;
     for (t, &slot) in rows.slots.iter().enumerate() {
-        let (tile, lane) = place(rows.heads, rows.first_slot + slot as usize, kv_head);
+        let (tile, lane) = place(rows.heads, slot as usize, kv_head);
         let start = tile + lane * head_dim;
         // SAFETY: the tile is this kv head's, whose only task this is.
         let keys = unsafe { keys.part(tile..tile + LANES * head_dim) };
@@ -324,9 +320,9 @@ pub fn paged_attention(
 ) {
     let (heads, (layer, block_tokens)) = (cache.heads, at);
     assert!(
-        layer < cache.n_layers && block_tokens > 0,
+        layer < cache.pages.n_layers() && block_tokens > 0,
         "layer {layer} of {}, {block_tokens} per block",
-        cache.n_layers
+        cache.pages.n_layers()
     );
     let mut tasks = TASKS.take();
     tasks.clear();
@@ -403,16 +399,16 @@ struct Job<'a> {
 fn attend_job(job: &Job<'_>, rows: Rows, scratch: &mut Scratch) {
     let &Job { cache, layer, head, next } = job;
     match &cache.pages {
-        Pages::F32(tiles) => {
-            let view = View { next, ..tiles.view(cache, layer, head) };
+        Pages::F32(layers) => {
+            let view = View { next, ..layers[layer].view(cache.heads, head) };
             if looks_far(&view, rows) {
                 far_f32(&view, rows, scratch)
             } else {
                 near_f32(&view, rows, scratch)
             }
         }
-        Pages::Bf16(tiles) => {
-            let view = View { next, ..tiles.view(cache, layer, head) };
+        Pages::Bf16(layers) => {
+            let view = View { next, ..layers[layer].view(cache.heads, head) };
             if looks_far(&view, rows) {
                 far_bf16(&view, rows, scratch)
             } else {

@@ -29,11 +29,17 @@ const BASE_PAGE: usize = 4 << 10;
 /// reserved, and then it refuses so much.
 const RESERVED: usize = 16 << 40;
 
+/// From here on, in bytes, zeros come from the system instead of being written.
+const ZEROS_OF_SYSTEM: usize = 16 << 20;
+
 /// Serves blocks of 256 KiB and more from one mapping that asks for huge pages, and smaller ones from the system.
 ///
 /// A block takes the lowest free extent that holds it, and free neighbours are one extent. What is free again stays
 /// resident for the next block, so a process keeps the most that it ever needed. For `#[global_allocator]`; a lock is
 /// held while extents are looked up, and never for small blocks.
+///
+/// A large block of zeros takes new memory where it is touched, as one of the system does: a KV cache may be far larger than
+/// what is ever used of it.
 #[derive(Debug)]
 pub struct HugePages {
     mapping: Mutex<Mapping>,
@@ -100,6 +106,30 @@ fn map() -> Option<Mapping> {
     Some(Mapping::Made { base: aligned, extents: Extents::new(RESERVED - (aligned - start)) })
 }
 
+/// Makes the first `len` bytes of `block` zero.
+///
+/// # Safety
+/// They are the caller's to write.
+unsafe fn zero(block: *mut u8, len: usize) {
+    let skipped = block.align_offset(HUGE_PAGE);
+    let (mut start, mut end) = (0, 0);
+    if len >= ZEROS_OF_SYSTEM {
+        (start, end) = (skipped, skipped + (len - skipped) / HUGE_PAGE * HUGE_PAGE);
+        // SAFETY: `start` is less than `len`, since a huge page is.
+        let first = unsafe { block.add(start) };
+        // SAFETY: whole pages of the caller's memory, which is private and anonymous, so that it reads as zeros afterwards.
+        if unsafe { rustix::mm::madvise(first.cast(), end - start, Advice::LinuxDontNeed) }.is_err() {
+            (start, end) = (0, 0);
+        }
+    }
+    // SAFETY: `start` is at most `len`, and so much is the caller's.
+    unsafe { block.write_bytes(0, start) };
+    // SAFETY: `end` is at most `len`.
+    let rest = unsafe { block.add(end) };
+    // SAFETY: the bytes from `end` to `len` are the caller's.
+    unsafe { rest.write_bytes(0, len - end) };
+}
+
 // SAFETY: a block is the system's or lies in an extent that nobody else has until it is given back (`Extents::take`); which of the
 // two is told by its layout and address. Extents are of whole base pages, and allocate less than `SMALLEST` at a time,
 // so that the lock is not taken again while it is held.
@@ -116,7 +146,7 @@ unsafe impl GlobalAlloc for HugePages {
         match self.take(layout) {
             Some((block, used)) => {
                 // SAFETY: the block is ours and longer than what was used of it; the rest the kernel maps as zeros.
-                unsafe { block.write_bytes(0, used) };
+                unsafe { zero(block, used) };
                 block
             }
             // SAFETY: the caller's promises are those that the system asks for.
@@ -134,6 +164,8 @@ unsafe impl GlobalAlloc for HugePages {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
     use std::slice;
     use std::thread;
 
@@ -215,6 +247,31 @@ mod tests {
         let zeroed = Block::zeroed(&memory, 4 * SMALLEST);
         assert_eq!(zeroed.start, start, "the lowest extent is taken again");
         assert!(zeroed.holds(0, 4 * SMALLEST));
+    }
+
+    #[test]
+    fn a_large_block_of_zeros_takes_no_memory_before_it_is_touched() {
+        let memory = HugePages::new();
+        let (before, len) = (Block::new(&memory, SMALLEST, 64), 4 * ZEROS_OF_SYSTEM);
+        let mut used = Block::new(&memory, len, 64);
+        used.fill(1);
+        let start = used.start;
+        drop(used);
+        let zeroed = Block::zeroed(&memory, len);
+        assert!(zeroed.start == start && !start.addr().is_multiple_of(HUGE_PAGE), "not whole huge pages");
+        let pages = resident_pages(start, len);
+        assert!(pages <= 2 * HUGE_PAGE / BASE_PAGE, "{pages} pages of {}", len / BASE_PAGE);
+        assert!(zeroed.holds(0, len));
+        drop(before);
+    }
+
+    /// Base pages of `len` bytes from `start` on that are memory, as `/proc/self/pagemap` says.
+    fn resident_pages(start: *const u8, len: usize) -> usize {
+        let mut entries = vec![0_u64; len / BASE_PAGE];
+        let map = File::open("/proc/self/pagemap").unwrap();
+        let at = (start.addr() / BASE_PAGE * size_of::<u64>()) as u64;
+        map.read_exact_at(bytemuck::cast_slice_mut(&mut entries), at).unwrap();
+        entries.iter().filter(|&&entry| entry >> 63 == 1).count()
     }
 
     #[test]

@@ -73,7 +73,8 @@ pub struct Engine {
     pub(crate) replay: Option<Replay>,
     pub(crate) scored_under: Option<ScoredUnder>,
     replayed: Replayed,
-    cache: KvCache,
+    /// None from when it was freed to the next forward.
+    pub(crate) cache: Option<KvCache>,
     record: Option<RouteRecord>,
     sampler: Sampler,
     pub(crate) sampling: HashMap<SequenceId, (Sampling, u64)>,
@@ -100,14 +101,13 @@ impl Engine {
         let sizes = config.scheduler(model)?;
         let mut exec = Buffers::new(model, config.dtype, config.numerics);
         let (weights, hashes) = in_team(|| refit::load(&mut exec, model, source, config.dtype))?;
-        let n_slots = sizes.n_blocks * sizes.block_tokens;
         Ok(Self {
             config,
             exec,
             weights,
             hashes,
             version,
-            cache: KvCache::new(model.n_layers, n_slots, model.heads(), config.dtype),
+            cache: Some(kv_cache(config, model, sizes.n_blocks)),
             scheduler: Scheduler::new(sizes)?,
             replay: None,
             scored_under: None,
@@ -178,7 +178,8 @@ impl Engine {
         let logits = self.forward()?;
         self.record_routes();
         let copies = &self.scheduler.tick_plan().copies_after_forward;
-        self.cache.copy_slots(&copies.from, &copies.to);
+        let cache = self.cache.as_mut().expect("a forward needs one");
+        cache.copy_slots(&copies.from, &copies.to);
         self.sample(&logits);
         let plan = self.scheduler.tick_plan();
         let stats = TickStats { computed_tokens: plan.n_tokens(), sampled_tokens: self.samples.len() };
@@ -312,6 +313,8 @@ impl Engine {
             tables,
             ..
         } = self;
+        let cache =
+            cache.get_or_insert_with(|| kv_cache(*config, &weights.config, scheduler.stats().n_blocks));
         let plan = scheduler.tick_plan();
         let sequence = |chunk: &Chunk| PagedSequence {
             n_queries: chunk.n_tokens,
@@ -391,6 +394,11 @@ impl Engine {
     fn logit_row(&self, row: usize) -> usize {
         self.logit_rows.binary_search(&row).expect("rows with a use have logits")
     }
+}
+
+/// A cache that holds nothing, in memory that is not touched yet.
+fn kv_cache(config: EngineConfig, model: &ModelConfig, n_blocks: usize) -> KvCache {
+    KvCache::new(model.n_layers, n_blocks * config.block_tokens, model.heads(), config.dtype)
 }
 
 /// The same memory without its elements, to hold others that borrow from elsewhere: `collect` takes over what it maps.

@@ -11,6 +11,10 @@ use r3_model::source::{TensorHash, TensorSource, hash_finite_tensors, hash_tenso
 use crate::engine::Engine;
 use crate::error::EngineError;
 
+/// Bytes of keys and values that are worth freeing. Memory that comes back is mapped page by page: for fewer bytes that would be a part
+/// of a step, and nobody would miss them.
+const WORTH_FREEING: u64 = 8 << 20;
+
 /// What a refit did.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RefitReport {
@@ -58,6 +62,17 @@ impl Engine {
     /// Never: the epoch moves forward.
     pub fn flush(&mut self) {
         self.scheduler.flush(self.scheduler.epoch() + 1).expect("the epoch moves forward");
+    }
+
+    /// Flushes, and frees the memory of keys and values until a tick needs it: others may, while nothing is sampled. Other
+    /// engines call this sleep, but nothing has to wake this one.
+    pub fn free_cache(&mut self) {
+        let block_bytes = self.config.block_bytes(self.model());
+        let touched_bytes = self.scheduler.n_touched_blocks() as u64 * block_bytes;
+        self.flush();
+        if touched_bytes >= WORTH_FREEING {
+            self.cache = None;
+        }
     }
 }
 
@@ -108,6 +123,39 @@ mod tests {
             error.to_string(),
             "the engine did not load what it was given: 2 of 3 tensors differ, first `b`"
         );
+    }
+
+    #[test]
+    fn an_engine_whose_cache_was_freed_computes_everything_again_with_the_same_bits() {
+        let sample = |engine: &mut Engine, freed_after: usize| {
+            engine.submit(&request(9, 6)).unwrap();
+            for tick in 0.. {
+                if tick == freed_after {
+                    let is_large = engine.scheduler.n_touched_blocks() > 0 && engine.config.block_tokens > 4;
+                    engine.free_cache();
+                    assert_eq!(engine.cache.is_none(), is_large);
+                    assert_eq!(engine.stats().n_indexed_blocks, 0);
+                }
+                if !engine.has_work() {
+                    break;
+                }
+                engine.tick().unwrap();
+            }
+            let finished = engine.take_finished().unwrap();
+            (finished.tokens, finished.rollout_logprobs, finished.routes)
+        };
+        let small = EngineConfig { prefix_cache: true, ..config(1 << 20) };
+        let mut kept = engine(small);
+        let block_bytes = small.block_bytes(kept.model());
+        // A single block is worth freeing.
+        let large =
+            EngineConfig { block_tokens: small.block_tokens << 13, kv_bytes: block_bytes << 14, ..small };
+        for config in [small, large] {
+            let mut freed = engine(config);
+            for freed_after in [0, 1, 3, 6] {
+                assert_eq!(sample(&mut freed, freed_after), sample(&mut kept, usize::MAX), "{freed_after}");
+            }
+        }
     }
 
     #[test]

@@ -12,6 +12,7 @@ use r3_kernels::gemm::{Dtype, PackedMatrix};
 use r3_kernels::lm_head::gradient::HeadGradient;
 use r3_kernels::lm_head::kept::Kept;
 use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
+use r3_kernels::parallel;
 use r3_kernels::router::Routing;
 use r3_kernels::team::in_team;
 
@@ -232,7 +233,15 @@ impl Policy {
     /// Zero gradients, one for each of [`Self::vars`].
     #[must_use]
     pub fn zero_gradients(&self) -> Gradients {
-        Gradients::new(self.vars().iter().map(|(_, var)| vec![0.0; var.elem_count()]).collect())
+        let sizes: Vec<usize> = self.vars().iter().map(|(_, var)| var.elem_count()).collect();
+        let mut zeros = vec![Vec::new(); sizes.len()];
+        let mean = sizes.iter().sum::<usize>() / sizes.len().max(1);
+        in_team(|| {
+            parallel::for_rows(&mut zeros, 1, mean, |first, zeros| {
+                zeros.iter_mut().zip(&sizes[first..]).for_each(|(zeros, &size)| *zeros = vec![0.0; size]);
+            });
+        });
+        Gradients::new(zeros)
     }
 
     /// Logits `[T, V]` of packed sequences. What is trained on are [`Self::logprobs`], which never hold so many.

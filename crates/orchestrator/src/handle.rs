@@ -26,6 +26,7 @@ const LOOK: Duration = Duration::from_millis(100);
 pub(crate) enum Command {
     Sample { prompts: Vec<Prompt>, n_groups: usize, bar: Bar },
     Drain { bar: Bar },
+    FreeCache,
     Evaluate { problems: usize, max_new_tokens: usize, bar: Bar },
     Refit { weights: SharedWeights, version: PolicyVersion },
     Snapshot,
@@ -35,6 +36,7 @@ pub(crate) enum Command {
 #[derive(Debug)]
 pub(crate) enum Reply {
     Sampled(SampleStats),
+    Freed,
     Evaluated(Evaluation),
     Refitted(Refitted),
     Snapshot(Snapshot),
@@ -129,6 +131,19 @@ impl WorkerHandle {
         self.send(Command::Drain { bar })?;
         match self.reply()? {
             Reply::Sampled(stats) => Ok(stats),
+            _ => unreachable!("replies come in the order of commands"),
+        }
+    }
+
+    /// Frees the engine's KV until more is sampled; rollouts in flight will compute theirs again. To be called when no more
+    /// is sampled with these weights, since a refit forgets the KV anyway, and training needs memory.
+    ///
+    /// # Errors
+    /// As [`Self::sampled`].
+    pub fn free_cache(&mut self) -> Result<(), RunError> {
+        self.send(Command::FreeCache)?;
+        match self.reply()? {
+            Reply::Freed => Ok(()),
             _ => unreachable!("replies come in the order of commands"),
         }
     }

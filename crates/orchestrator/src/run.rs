@@ -268,6 +268,7 @@ impl<'a> Run<'a> {
         if self.recipe.refit.in_flight == InFlight::Drain && self.n_pending > 0 {
             stats.add(self.worker.drain(bar(self, self.n_pending))?);
         }
+        self.worker.free_cache()?;
         Ok(Sampled { stats, filtered, missing, seconds: began.elapsed().as_secs_f64(), began })
     }
 

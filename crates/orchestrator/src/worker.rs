@@ -125,6 +125,10 @@ impl Worker {
                     self.sample(prompts, n_groups, &bar).map(Reply::Sampled)
                 }
                 Command::Drain { bar } => self.drain(&bar).map(Reply::Sampled),
+                Command::FreeCache => {
+                    self.parts.engine.free_cache();
+                    Ok(Reply::Freed)
+                }
                 Command::Evaluate { problems, max_new_tokens, bar } => {
                     self.evaluate(problems, max_new_tokens, &bar).map(Reply::Evaluated)
                 }

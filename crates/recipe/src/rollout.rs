@@ -78,7 +78,8 @@ fn one() -> f64 {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Engine {
-    /// Memory for keys, values and, with replay on, routes of all resident tokens.
+    /// Memory for keys, values and, with replay on, routes of all resident tokens. What keys and values take of it is free
+    /// while the trainer trains.
     pub kv_memory: Bytes,
     /// Tokens in a block, the unit in which that memory is given out and shared.
     pub block_tokens: usize,

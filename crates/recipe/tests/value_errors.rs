@@ -327,7 +327,7 @@ fn an_amount_of_memory_needs_a_known_unit() {
     8 | engine: { kv_memory: 64megs }
       |                      ^^^^^^
 
-    hint: `engine.kv_memory`: Memory for keys, values and, with replay on, routes of all resident tokens.
+    hint: `engine.kv_memory`: Memory for keys, values and, with replay on, routes of all resident tokens. What keys and values take of it is free while the trainer trains.
     ");
 }
 

@@ -1,5 +1,7 @@
 //! How many hold each block, and which occupancy of it this is.
 
+use std::cmp::Reverse;
+
 use r3_core::ids::BlockId;
 
 /// One occupancy of one block: what its keys, values and routes were written under.
@@ -23,7 +25,10 @@ impl Stamp {
 pub(crate) struct BlockPool {
     holders: Vec<u32>,
     stamps: Vec<Stamp>,
+    /// The next one last.
     free: Vec<BlockId>,
+    /// Blocks that have not been free all the time since the last flush: those of the lowest ids.
+    n_touched: usize,
     epoch: u64,
 }
 
@@ -35,6 +40,7 @@ impl BlockPool {
             holders: vec![0; n_blocks],
             stamps: vec![Stamp::NEVER; n_blocks],
             free: (0..n_ids).rev().map(BlockId).collect(),
+            n_touched: 0,
             epoch: 0,
         }
     }
@@ -42,6 +48,7 @@ impl BlockPool {
     /// Hands out a free block under a new stamp, held once.
     pub(crate) fn take(&mut self) -> Option<BlockId> {
         let block = self.free.pop()?;
+        self.n_touched = self.n_touched.max(self.n_blocks() - self.free.len());
         self.holders[block.index()] = 1;
         let stamp = &mut self.stamps[block.index()];
         *stamp = Stamp { epoch: self.epoch, generation: stamp.generation + 1 };
@@ -69,9 +76,21 @@ impl BlockPool {
         self.free.push(block);
     }
 
-    /// Blocks handed out from now on are stamped with `epoch`.
-    pub(crate) fn set_epoch(&mut self, epoch: u64) {
+    /// Blocks handed out from now on are stamped with `epoch`. The lowest ids go first again: what is used of a large cache lies
+    /// together, and where it lies does not depend on what went before.
+    ///
+    /// # Panics
+    /// If a block is not free.
+    pub(crate) fn flush(&mut self, epoch: u64) {
+        assert_eq!(self.free.len(), self.n_blocks(), "nobody holds a block during a flush");
+        self.free.sort_unstable_by_key(|&block| Reverse(block));
+        self.n_touched = 0;
         self.epoch = epoch;
+    }
+
+    /// Blocks that were handed out since the last flush.
+    pub(crate) fn n_touched(&self) -> usize {
+        self.n_touched
     }
 
     pub(crate) fn epoch(&self) -> u64 {
@@ -110,6 +129,23 @@ mod tests {
         assert_eq!(pool.take(), Some(block));
         assert_ne!(pool.stamp(block), first);
         assert_ne!(pool.stamp(block), Stamp::NEVER);
+    }
+
+    #[test]
+    fn after_a_flush_the_lowest_ids_go_first_and_none_is_touched() {
+        let mut pool = BlockPool::new(4);
+        let [first, second, third] = [(); 3].map(|()| pool.take().unwrap());
+        for block in [second, third, first] {
+            pool.release(block);
+            pool.give_back(block);
+        }
+        assert_eq!((pool.take(), pool.n_touched()), (Some(first), 3));
+        pool.release(first);
+        pool.give_back(first);
+        pool.flush(1);
+        assert_eq!(pool.n_touched(), 0);
+        assert_eq!([(); 2].map(|()| pool.take().unwrap().index()), [0, 1]);
+        assert_eq!(pool.n_touched(), 2);
     }
 
     #[test]

@@ -201,8 +201,7 @@ impl KvMemory {
         while let Some(block) = self.cache.as_mut().and_then(PrefixCache::evict) {
             self.pool.give_back(block);
         }
-        assert_eq!(self.pool.free().len(), self.pool.n_blocks(), "nobody holds a block during a flush");
-        self.pool.set_epoch(epoch);
+        self.pool.flush(epoch);
     }
 
     pub(crate) fn epoch(&self) -> u64 {
@@ -221,6 +220,11 @@ impl KvMemory {
     /// Bytes of the routes of a block's slots; 0 if routes are off.
     fn block_route_bytes(&self) -> usize {
         self.routes.as_ref().map_or(0, |routes| routes.row_bytes() * self.block_tokens)
+    }
+
+    /// Blocks that were handed out since the last flush.
+    pub(crate) fn n_touched(&self) -> usize {
+        self.pool.n_touched()
     }
 
     /// Bytes of the route pool.

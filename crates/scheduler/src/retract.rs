@@ -51,6 +51,12 @@ impl Scheduler {
         Ok(())
     }
 
+    /// Blocks that were handed out since the last flush: so much of the cache has been written, from its beginning on.
+    #[must_use]
+    pub fn n_touched_blocks(&self) -> usize {
+        self.kv.n_touched()
+    }
+
     /// What a sequence that stops running leaves behind: its blocks, and the lead of its family.
     pub(crate) fn give_up_blocks(&mut self, id: SequenceId) {
         let sequence = self.sequences.get_mut(&id).expect("running sequences exist");

@@ -14,16 +14,19 @@ pub(crate) struct Learner {
     pub(crate) policy: Policy,
     pub(crate) optimiser: Optimiser,
     pub(crate) version: PolicyVersion,
-    pub(crate) gradients: Gradients,
+    /// None where a step is neither made nor looked at: until then their memory is others'.
+    pub(crate) gradients: Option<Gradients>,
     /// Whether a loss of this optimiser step was not finite.
     is_spoilt: bool,
 }
 
+/// What [`Learner::start_step`] sees to.
+const STARTED: &str = "a step that was started has gradients";
+
 impl Learner {
     pub(crate) fn new(policy: Policy, config: OptimiserConfig) -> Self {
         let optimiser = Optimiser::new(policy.vars(), config);
-        let gradients = policy.zero_gradients();
-        Self { policy, optimiser, version: PolicyVersion(0), gradients, is_spoilt: false }
+        Self { policy, optimiser, version: PolicyVersion(0), gradients: None, is_spoilt: false }
     }
 
     /// Adds the gradient of a micro-batch's loss of `output`. Whether it could: a step whose loss is not finite is going to be
@@ -37,13 +40,17 @@ impl Learner {
             self.skip_or_stop(TrainError::NonFinite { tensor: "the loss".into(), version: self.version })?;
             return Ok(false);
         }
-        self.policy.backward(output, &loss.backward()?, &mut self.gradients)?;
+        let gradients = self.gradients.as_mut().expect(STARTED);
+        self.policy.backward(output, &loss.backward()?, gradients)?;
         Ok(true)
     }
 
     /// Starts an optimiser step: forgets the gradients of the last one, even if it failed half-way.
     pub(crate) fn start_step(&mut self) {
-        self.gradients.zero();
+        match &mut self.gradients {
+            Some(gradients) => gradients.zero(),
+            none => *none = Some(self.policy.zero_gradients()),
+        }
         self.is_spoilt = false;
     }
 
@@ -57,6 +64,7 @@ impl Learner {
         if *is_spoilt {
             return Ok(None);
         }
+        let gradients = gradients.as_mut().expect(STARTED);
         gradients.finish();
         match policy.change(|vars| optimiser.update(vars, gradients, *version)) {
             Ok(update) => {

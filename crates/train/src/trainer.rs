@@ -262,6 +262,8 @@ impl Trainer {
     /// forward of their own first. That costs `(mini_steps - 1) / mini_steps` of a forward and nothing with
     /// one mini-step.
     ///
+    /// Gradients take memory only in here, so that an engine beside the trainer can have it for keys and values.
+    ///
     /// `progress` hears of every micro-batch that is measured or learned from, [`Self::n_passes`] times, and of every
     /// forward in between.
     ///
@@ -276,6 +278,17 @@ impl Trainer {
     ) -> Result<StepStats, TrainError> {
         self.check_routes(batch)?;
         check_supports(batch, self.learner.policy.config().vocab_size, self.truncated)?;
+        let stats = self.take_step(batch, progress);
+        self.learner.gradients = None;
+        stats
+    }
+
+    /// The step itself. The gradients of its last update stay.
+    fn take_step(
+        &mut self,
+        batch: &Batch<'_>,
+        progress: &mut dyn FnMut(PassDone),
+    ) -> Result<StepStats, TrainError> {
         let _span = tracing::info_span!("step", version = self.version().0).entered();
         let (staleness_mean, staleness_max) = batch.staleness(self.version());
         let measured = Measured::new(batch, &self.learner, self.replay.rule().own != Own::Nothing);

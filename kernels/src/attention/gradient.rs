@@ -142,11 +142,13 @@ fn backward_sequence_body<I: Isa>(
     let PackedAttention { plain, swapped, .. } = job.operands.attention;
     match (&plain.cache.pages, &swapped.cache.pages) {
         (Pages::F32(a), Pages::F32(b)) => {
-            let views = [(a, plain), (b, swapped)].map(|(tiles, kv)| tiles.view(&kv.cache, 0, job.head));
+            let views =
+                [(a, plain), (b, swapped)].map(|(layers, kv)| layers[0].view(kv.cache.heads, job.head));
             walk::<I, f32>(job, &views, tokens, buffers, q_grad);
         }
         (Pages::Bf16(a), Pages::Bf16(b)) => {
-            let views = [(a, plain), (b, swapped)].map(|(tiles, kv)| tiles.view(&kv.cache, 0, job.head));
+            let views =
+                [(a, plain), (b, swapped)].map(|(layers, kv)| layers[0].view(kv.cache.heads, job.head));
             walk::<I, bf16>(job, &views, tokens, buffers, q_grad);
         }
         _ => unreachable!("both caches were made with one dtype"),

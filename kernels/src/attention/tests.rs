@@ -241,8 +241,8 @@ fn attend_as<I: Isa>(inputs: &Inputs) -> Vec<f32> {
     let mut cache = KvCache::new(1, blocks.len() * LANES, heads, Dtype::F32);
     cache.write(0, &slots, &inputs.k, &inputs.v);
     let head = KvHead { index: 0, blocks: &blocks, block_tokens: LANES };
-    let Pages::F32(tiles) = &cache.pages else { unreachable!("an f32 cache") };
-    let view = tiles.view(&cache, 0, head);
+    let Pages::F32(layers) = &cache.pages else { unreachable!("an f32 cache") };
+    let view = layers[0].view(heads, head);
     let mut scratch = Scratch::default();
     scratch.queries.extend(inputs.q.iter().map(|x| x * heads.scale()));
     let rows = Rows { group: heads.group(), start: 0, n_rows: inputs.lengths[0] * heads.group() };

@@ -6,7 +6,7 @@ use r3_core::ids::TokenId;
 use r3_kernels::team::in_team;
 use r3_kernels::{parallel, residual};
 
-/// The f32 gradient of every trained tensor, in the policy's order. Allocated once.
+/// The f32 gradient of every trained tensor, in the policy's order.
 ///
 /// Every element is one chain over the tokens of all backward passes, in order, so it does not show where one pass ended
 /// and the next began.

@@ -225,6 +225,7 @@ impl Parts {
         self.worker.sample(prompts.collect(), setup.groups, rollout_bar)?;
         let sampled = self.buffer.receive(setup.completions(), &mut self.worker)?;
         assert_eq!(sampled.n_scored, setup.completions(), "every completion has a score");
+        self.worker.free_cache()?;
         let rollout = start.elapsed().as_secs_f64();
 
         let start = Instant::now();

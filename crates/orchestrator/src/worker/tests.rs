@@ -162,6 +162,20 @@ fn a_refit_that_fails_leaves_what_is_in_flight_as_it_was() {
 }
 
 #[test]
+fn rollouts_whose_cache_is_freed_before_the_refit_go_on_with_the_same_bits() {
+    for in_flight in MODES {
+        let mut rollouts = Rollouts::new(in_flight);
+        for _ in 0..6 {
+            rollouts.sample();
+            rollouts.worker.parts.engine.free_cache();
+            assert_eq!(rollouts.worker.parts.engine.stats().n_running, 0);
+            rollouts.refit();
+        }
+        assert_eq!(rollouts.taken, after_six_steps(in_flight).taken, "{in_flight:?}");
+    }
+}
+
+#[test]
 fn an_evaluation_neither_disturbs_what_is_in_flight_nor_is_disturbed() {
     for in_flight in MODES {
         let mut rollouts = Rollouts::new(in_flight);

@@ -16,6 +16,7 @@ pub(crate) struct Mutant {
     pub(crate) edits: &'static [Edit],
 }
 
+const BLOCKS: &str = "crates/scheduler/src/block_pool.rs";
 const KV: &str = "crates/scheduler/src/kv_memory.rs";
 const PLANNER: &str = "crates/scheduler/src/planner.rs";
 const POOL: &str = "crates/scheduler/src/route_pool.rs";
@@ -36,8 +37,9 @@ const WRITE: &str = r#"self.adopt(block, stamp);
         self.bytes[at].copy_from_slice(rows);"#;
 const EVICT_ALL: &str = "while let Some(block) = self.cache.as_mut().and_then(PrefixCache::evict) {
             self.pool.give_back(block);
-        }
-        assert_eq!(self.pool.free().len(), self.pool.n_blocks(), \"nobody holds a block during a flush\");";
+        }";
+const ALL_FREE: &str =
+    "assert_eq!(self.free.len(), self.n_blocks(), \"nobody holds a block during a flush\");";
 const STALE_EPOCH: &str = "return Err(SchedulerError::StaleEpoch { epoch, current: self.kv.epoch() });";
 
 pub(crate) const MUTANTS: [Mutant; 44] = [
@@ -246,6 +248,7 @@ pub(crate) const MUTANTS: [Mutant; 44] = [
         faults: &[39, 40],
         edits: &[
             Edit { file: KV, find: EVICT_ALL, replace: "let _ = PrefixCache::evict;" },
+            Edit { file: BLOCKS, find: ALL_FREE, replace: "" },
             Edit {
                 file: KV,
                 find: "next.stamp == self.pool.stamp(next.block) && next.stamp.epoch == self.pool.epoch()",

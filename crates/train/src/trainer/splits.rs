@@ -103,7 +103,7 @@ impl Run {
         let stats = pool.install(|| {
             with_groups(rollouts, |groups| {
                 let batch = Batch::pack(groups, objective, self.limits).unwrap();
-                trainer.step(&batch, &mut |_| ()).unwrap()
+                trainer.take_step(&batch, &mut |_| ()).unwrap()
             })
         });
         let Learner { policy, gradients, .. } = trainer.learner;
@@ -111,7 +111,7 @@ impl Run {
         let weights =
             policy.vars().iter().map(|(_, var)| var.flatten_all().unwrap().to_vec1::<f32>().unwrap());
         let weights = weights.flat_map(|values| bits(&values)).collect();
-        let gradients = gradients.into_tensors().iter().flat_map(|values| bits(values)).collect();
+        let gradients = gradients.unwrap().into_tensors().iter().flat_map(|values| bits(values)).collect();
         (stats, [gradients, weights])
     }
 }

@@ -43,7 +43,9 @@ pub(super) fn step(
     with_groups(rollouts, |groups| {
         let batch = Batch::pack(groups, &objective, limits)?;
         let (mut passes, n_passes) = (Vec::new(), trainer.n_passes(&batch));
-        let stats = trainer.step(&batch, &mut |pass| passes.push(pass))?;
+        let stats = trainer.step(&batch, &mut |pass| passes.push(pass));
+        assert!(trainer.learner.gradients.is_none(), "they take memory in a step alone");
+        let stats = stats?;
         let stages: Vec<Stage> = passes.iter().map(|pass| pass.stage).collect();
         let n_measured = stages.iter().take_while(|stage| **stage == Stage::Measured).count();
         let (pairs, rest) = stages[n_measured..].as_chunks::<2>();
