@@ -233,6 +233,17 @@ fn a_run_killed_at_twenty_random_moments_ends_with_the_bits_of_one_that_was_not(
     assert_eq!(names(&dir.path().join("out")), names(&whole.path().join("out")));
 }
 
+#[test]
+fn a_run_that_is_resumed_keeps_no_more_checkpoints_than_it_may() {
+    let dir = tempfile::tempdir().unwrap();
+    complete(dir.path(), &["--set", "run.keep_last=3"]);
+    let kept = ["step-000004", "step-000006", "step-000008"];
+    let files = [".lock", "metrics.jsonl", "recipe.yaml"];
+    assert_eq!(names(&dir.path().join("out")), [&files[..], &kept].concat());
+    complete(dir.path(), &["--resume", "--set", "run.keep_last=1"]);
+    assert_eq!(names(&dir.path().join("out")), [&files[..], &kept[2..]].concat());
+}
+
 /// Rollouts in flight at every refit: of twelve groups five sequences run at a time, and six groups are trained on.
 const IN_FLIGHT: [&str; 4] =
     ["rollout.over_sampling_groups=6", "train.max_staleness=4", "engine.max_running=5", "eval.every=3"];

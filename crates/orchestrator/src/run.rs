@@ -204,9 +204,7 @@ impl<'a> Run<'a> {
             jsonl: recipe.metrics.jsonl.then(|| metrics.clone()),
             resume_step: step,
         })?;
-        if options.overwrite && !options.resume {
-            dir.discard_checkpoints()?;
-        }
+        remove_old(&dir, &checkpoints, options)?;
         fs::write(dir.join(RECIPE), recipe.to_yaml()).map_err(io_at(out))?;
         let records = match recipe.metrics.jsonl && resumed.is_some() {
             true => r3_telemetry::jsonl::read(&metrics)?,
@@ -445,6 +443,16 @@ fn announce(telemetry: &Telemetry, out: &Path, sizes: &Sizes, plan: &TrainingPla
     if !plan.is_whole() {
         telemetry.progress().line(&plan.line());
     }
+}
+
+/// Removes the checkpoints of an earlier run that a new one replaces, or those that one resumed was to remove.
+fn remove_old(dir: &RunDir, checkpoints: &Checkpoints, options: &RunOptions) -> Result<(), RunError> {
+    if options.resume {
+        checkpoints.remove_old();
+    } else if options.overwrite {
+        dir.discard_checkpoints()?;
+    }
+    Ok(())
 }
 
 /// Where a run writes, and where it can be watched.

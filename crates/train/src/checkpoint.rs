@@ -105,11 +105,17 @@ impl Checkpoints {
             let _ = fs::remove_dir_all(&unfinished);
             return Err(with_needed_bytes(error, needed_bytes));
         }
-        if let Err(error) = self.remove_old() {
-            // The new checkpoint is whole, so a run need not stop for an old one that cannot be removed.
+        self.remove_old();
+        Ok(target)
+    }
+
+    /// Removes checkpoints that are neither among the newest nor the best, as a save does at its end: a process that is killed
+    /// there leaves one too many.
+    pub fn remove_old(&self) {
+        if let Err(error) = self.try_remove_old() {
+            // A run need not stop for an old one that cannot be removed: the newest is whole.
             tracing::warn!(%error, "an old checkpoint stays");
         }
-        Ok(target)
     }
 
     /// The newest whole checkpoint, `None` if there is none.
@@ -149,7 +155,7 @@ impl Checkpoints {
         sync_dir(&self.root).map_err(|source| failed(&self.root, source))
     }
 
-    fn remove_old(&self) -> Result<(), TrainError> {
+    fn try_remove_old(&self) -> Result<(), TrainError> {
         let whole = self.whole()?;
         let n_old = whole.len().saturating_sub(self.keep_last);
         let best = self.best(&whole)?;
