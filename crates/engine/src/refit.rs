@@ -72,6 +72,7 @@ impl Engine {
         self.flush();
         if touched_bytes >= WORTH_FREEING {
             self.cache = None;
+            self.scheduler.renew_cache();
         }
     }
 }
@@ -108,7 +109,7 @@ fn audit(trained: &[TensorHash], resident: &[TensorHash]) -> Result<(), EngineEr
 mod tests {
     use super::*;
     use crate::config::EngineConfig;
-    use crate::fixtures::{config, engine, request};
+    use crate::fixtures::{config, engine, model, request};
 
     fn hashes(values: [u64; 3]) -> Vec<TensorHash> {
         let names = ["a", "b", "c"].map(str::to_owned);
@@ -123,6 +124,12 @@ mod tests {
             error.to_string(),
             "the engine did not load what it was given: 2 of 3 tensors differ, first `b`"
         );
+    }
+
+    /// Blocks of which a single one is worth freeing.
+    fn large(small: EngineConfig) -> EngineConfig {
+        let kv_bytes = small.block_bytes(&model()) << 14;
+        EngineConfig { block_tokens: small.block_tokens << 13, kv_bytes, ..small }
     }
 
     #[test]
@@ -146,16 +153,25 @@ mod tests {
         };
         let small = EngineConfig { prefix_cache: true, ..config(1 << 20) };
         let mut kept = engine(small);
-        let block_bytes = small.block_bytes(kept.model());
-        // A single block is worth freeing.
-        let large =
-            EngineConfig { block_tokens: small.block_tokens << 13, kv_bytes: block_bytes << 14, ..small };
-        for config in [small, large] {
+        for config in [small, large(small)] {
             let mut freed = engine(config);
             for freed_after in [0, 1, 3, 6] {
                 assert_eq!(sample(&mut freed, freed_after), sample(&mut kept, usize::MAX), "{freed_after}");
             }
         }
+    }
+
+    #[test]
+    fn what_an_evaluation_wrote_is_freed_although_it_was_flushed_before() {
+        let mut engine = engine(large(config(1 << 20)));
+        engine.submit(&request(9, 2)).unwrap();
+        while engine.has_work() {
+            engine.tick().unwrap();
+        }
+        engine.flush();
+        engine.free_cache();
+        assert!(engine.cache.is_none());
+        assert_eq!(engine.scheduler.n_touched_blocks(), 0, "nothing of the next cache is written");
     }
 
     #[test]

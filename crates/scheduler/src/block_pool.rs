@@ -27,7 +27,7 @@ pub(crate) struct BlockPool {
     stamps: Vec<Stamp>,
     /// The next one last.
     free: Vec<BlockId>,
-    /// Blocks that have not been free all the time since the last flush: those of the lowest ids.
+    /// Blocks of a cache that were ever handed out: those of the lowest ids.
     n_touched: usize,
     epoch: u64,
 }
@@ -84,13 +84,17 @@ impl BlockPool {
     pub(crate) fn flush(&mut self, epoch: u64) {
         assert_eq!(self.free.len(), self.n_blocks(), "nobody holds a block during a flush");
         self.free.sort_unstable_by_key(|&block| Reverse(block));
-        self.n_touched = 0;
         self.epoch = epoch;
     }
 
-    /// Blocks that were handed out since the last flush.
+    /// Blocks that were handed out since the last [`Self::renew`].
     pub(crate) fn n_touched(&self) -> usize {
         self.n_touched
+    }
+
+    /// From now on the blocks are of another cache, in which nothing has been written.
+    pub(crate) fn renew(&mut self) {
+        self.n_touched = 0;
     }
 
     pub(crate) fn epoch(&self) -> u64 {
@@ -132,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_flush_the_lowest_ids_go_first_and_none_is_touched() {
+    fn after_a_flush_the_lowest_ids_go_first_and_stay_touched_until_the_cache_is_another() {
         let mut pool = BlockPool::new(4);
         let [first, second, third] = [(); 3].map(|()| pool.take().unwrap());
         for block in [second, third, first] {
@@ -143,6 +147,8 @@ mod tests {
         pool.release(first);
         pool.give_back(first);
         pool.flush(1);
+        assert_eq!(pool.n_touched(), 3);
+        pool.renew();
         assert_eq!(pool.n_touched(), 0);
         assert_eq!([(); 2].map(|()| pool.take().unwrap().index()), [0, 1]);
         assert_eq!(pool.n_touched(), 2);

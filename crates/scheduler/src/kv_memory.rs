@@ -222,9 +222,14 @@ impl KvMemory {
         self.routes.as_ref().map_or(0, |routes| routes.row_bytes() * self.block_tokens)
     }
 
-    /// Blocks that were handed out since the last flush.
+    /// Blocks that were handed out since the last [`Self::renew`].
     pub(crate) fn n_touched(&self) -> usize {
         self.pool.n_touched()
+    }
+
+    /// From now on the blocks are of another cache.
+    pub(crate) fn renew(&mut self) {
+        self.pool.renew();
     }
 
     /// Bytes of the route pool.

@@ -51,10 +51,15 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Blocks that were handed out since the last flush: so much of the cache has been written, from its beginning on.
+    /// Blocks that were ever handed out: so much of the cache has been written, from its beginning on.
     #[must_use]
     pub fn n_touched_blocks(&self) -> usize {
         self.kv.n_touched()
+    }
+
+    /// Notes that the cache is going to be another one, in which nothing has been written. To be called behind a flush.
+    pub fn renew_cache(&mut self) {
+        self.kv.renew();
     }
 
     /// What a sequence that stops running leaves behind: its blocks, and the lead of its family.
