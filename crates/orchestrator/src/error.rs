@@ -62,6 +62,12 @@ pub enum RunError {
     WeightsThere { path: PathBuf },
     #[error("{} is the directory of a run", path.display())]
     RunThere { path: PathBuf },
+    #[error("{} is a checkpoint of a run", path.display())]
+    CheckpointThere { path: PathBuf },
+    #[error(
+        "what group {group} began is {staleness} versions old, but `train.max_staleness` is {max_staleness}"
+    )]
+    PendingStale { group: u64, staleness: u64, max_staleness: u64 },
     #[error("{} starts from {}, which --overwrite would remove", path.display(), model.display())]
     ModelOverwritten { model: PathBuf, path: PathBuf },
     #[error("{} holds no checkpoint to resume from", path.display())]
@@ -188,12 +194,11 @@ impl RunError {
             Self::OutFileBusy { .. } => "wait for it, stop it, or write to another file".into(),
             Self::WeightsThere { .. } => "choose another directory, or remove that one first".into(),
             Self::RunThere { .. } => RUN_THERE.into(),
+            Self::CheckpointThere { .. } => "choose another directory, since the run may be resumed from it".into(),
+            Self::PendingStale { .. } => PENDING_STALE.into(),
             Self::OutBusy { .. } => OUT_BUSY.into(),
             Self::ModelOverwritten { .. } => "write to another directory with --set run.out=DIR".into(),
-            Self::ForeignReference { .. } => {
-                "set `objective.kl.reference` to a model of the same configuration, such as `model.path`"
-                    .into()
-            }
+            Self::ForeignReference { .. } => FOREIGN_REFERENCE.into(),
             Self::NoSuchWeight { nearest, .. } => format!("the nearest names are `{}`", nearest.join("`, `")),
             Self::OtherBase { .. } => {
                 "set `model.path` to the model that the run was started with, or start a new run from the checkpoint"
@@ -246,6 +251,8 @@ impl RunError {
             | Self::OutFileBusy { .. }
             | Self::WeightsThere { .. }
             | Self::RunThere { .. }
+            | Self::CheckpointThere { .. }
+            | Self::PendingStale { .. }
             | Self::ModelOverwritten { .. }
             | Self::NothingToResume { .. }
             | Self::ForeignReference { .. }
@@ -333,6 +340,10 @@ fn io_hint(error: &io::Error) -> &'static str {
     }
 }
 
+const FOREIGN_REFERENCE: &str =
+    "set `objective.kl.reference` to a model of the same configuration, such as `model.path`";
+const PENDING_STALE: &str =
+    "resume with the bound that the run had, which its `recipe.yaml` says, or a higher one";
 const RUN_THERE: &str = "choose another directory, or one inside it: whoever names the run would get this model instead of its newest \
                          checkpoint";
 const OUT_BUSY: &str =
@@ -397,6 +408,8 @@ mod tests {
             (ExitClass::Usage, RunError::OutFileBusy { path: path() }),
             (ExitClass::Usage, RunError::WeightsThere { path: path() }),
             (ExitClass::Usage, RunError::RunThere { path: path() }),
+            (ExitClass::Usage, RunError::CheckpointThere { path: path() }),
+            (ExitClass::Usage, RunError::PendingStale { group: 1, staleness: 2, max_staleness: 1 }),
             (ExitClass::Usage, RunError::ModelOverwritten { model: path(), path: path() }),
             (ExitClass::Usage, RunError::NothingToResume { path: path() }),
             (ExitClass::Usage, RunError::ForeignReference { path: path() }),

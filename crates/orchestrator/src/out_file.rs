@@ -23,6 +23,8 @@ pub struct OutFile {
     writer: Writer,
     /// Where the results lie until they are whole.
     partial: Option<Partial>,
+    /// Whether what an interrupted process left there is written over: who is refused before it has a result loses nobody's.
+    is_begun: bool,
     path: PathBuf,
 }
 
@@ -48,7 +50,7 @@ impl OutFile {
     pub fn open(path: &Path, overwrite: bool) -> Result<Self, RunError> {
         if path == Path::new("-") {
             let writer = Writer::Stdout(BufWriter::new(io::stdout()));
-            return Ok(Self { writer, partial: None, path: STDOUT.into() });
+            return Ok(Self { writer, partial: None, is_begun: true, path: STDOUT.into() });
         }
         let (file, partial) = match fs::metadata(path) {
             Ok(found) if found.is_dir() => return Err(io_at(path)(io::ErrorKind::IsADirectory.into())),
@@ -61,7 +63,7 @@ impl OutFile {
                 (partial.lock.file().try_clone().map_err(io_at(&partial.path))?, Some(partial))
             }
         };
-        Ok(Self { writer: Writer::File(BufWriter::new(file)), partial, path: path.into() })
+        Ok(Self { writer: Writer::File(BufWriter::new(file)), partial, is_begun: false, path: path.into() })
     }
 
     /// Writes, and hands it on: what was sampled an hour ago is worth seeing.
@@ -69,6 +71,7 @@ impl OutFile {
     /// # Errors
     /// If it cannot be written.
     pub fn write(&mut self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<(), RunError> {
+        self.begin()?;
         let writer: &mut dyn Write = match &mut self.writer {
             Writer::Stdout(writer) => writer,
             Writer::File(writer) => writer,
@@ -76,11 +79,20 @@ impl OutFile {
         write(writer).and_then(|()| writer.flush()).map_err(io_at(&self.path))
     }
 
+    fn begin(&mut self) -> Result<(), RunError> {
+        if let Some(partial) = self.partial.as_ref().filter(|_| !self.is_begun) {
+            partial.lock.file().set_len(0).map_err(io_at(&partial.path))?;
+        }
+        self.is_begun = true;
+        Ok(())
+    }
+
     /// Gives the file its name. It is on the disk then.
     ///
     /// # Errors
     /// If that fails; what had the name before is still there then.
     pub fn commit(mut self) -> Result<(), RunError> {
+        self.begin()?;
         if let (Writer::File(writer), Some(partial)) = (&self.writer, &self.partial) {
             writer.get_ref().sync_all().map_err(io_at(&partial.path))?;
             fs::rename(&partial.path, &self.path).map_err(io_at(&self.path))?;
@@ -97,6 +109,7 @@ impl OutFile {
     /// # Errors
     /// If it cannot be brought to the disk.
     pub fn leave(mut self) -> Result<PathBuf, RunError> {
+        self.begin()?;
         match (&self.writer, self.partial.take()) {
             (Writer::File(writer), Some(partial)) => {
                 writer.get_ref().sync_all().map_err(io_at(&partial.path))?;
@@ -109,7 +122,8 @@ impl OutFile {
 
 impl Drop for OutFile {
     fn drop(&mut self) {
-        if let Some(partial) = &self.partial {
+        let is_empty = |partial: &Partial| partial.lock.file().metadata().is_ok_and(|found| found.len() == 0);
+        if let Some(partial) = self.partial.as_ref().filter(|partial| self.is_begun || is_empty(partial)) {
             let _ = fs::remove_file(&partial.path); // What cannot be removed still does not read as whole.
         }
     }
@@ -123,7 +137,7 @@ fn partial_path(path: &Path) -> PathBuf {
 }
 
 impl Partial {
-    /// The file that becomes `path`, empty: what a killed process left in it is gone.
+    /// The file that becomes `path`, with what a killed process left in it.
     fn hold(path: &Path, overwrite: bool) -> Result<Self, RunError> {
         let partial = partial_path(path);
         let open = File::options().create(true).truncate(false).write(true).open(&partial);
@@ -140,10 +154,11 @@ impl Partial {
         }
         // Or before our opening: then there are results that nobody wanted to lose. From now on nobody else gives the name.
         if !overwrite && path.exists() {
-            let _ = fs::remove_file(&partial); // It is empty, and does not read as whole.
+            if lock.file().metadata().is_ok_and(|found| found.len() == 0) {
+                let _ = fs::remove_file(&partial); // It does not read as whole.
+            }
             return Err(RunError::OutFileTaken { path: path.into() });
         }
-        lock.file().set_len(0).map_err(io_at(&partial))?;
         Ok(Self { path: partial, lock })
     }
 }
@@ -195,6 +210,24 @@ mod tests {
         );
         assert_eq!(fs::read_to_string(&left).unwrap(), "one\n");
         OutFile::open(&path, false).unwrap().commit().unwrap();
+        assert_eq!(names(&dir), ["out.jsonl"]);
+    }
+
+    #[test]
+    fn who_is_refused_before_a_result_leaves_what_an_interrupted_one_left() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out.jsonl");
+        let mut file = OutFile::open(&path, false).unwrap();
+        say(&mut file, "an hour of rollouts\n");
+        let left = file.leave().unwrap();
+        drop(OutFile::open(&path, false).unwrap());
+        assert_eq!(fs::read_to_string(&left).unwrap(), "an hour of rollouts\n");
+        fs::write(&path, "other results").unwrap();
+        Partial::hold(&path, false).unwrap_err();
+        assert_eq!(fs::read_to_string(&left).unwrap(), "an hour of rollouts\n");
+        let mut file = OutFile::open(&path, true).unwrap();
+        say(&mut file, "new");
+        drop(file);
         assert_eq!(names(&dir), ["out.jsonl"]);
     }
 

@@ -81,6 +81,25 @@ pub struct Expected {
     pub routes: Option<RouteDims>,
 }
 
+/// Refuses groups that a resumed run began, by the version that began each, when they would be too old to train on: the bound
+/// may be lower now.
+///
+/// # Errors
+/// [`RunError::PendingStale`] names the oldest.
+pub fn check_ages(
+    begun: &BTreeMap<u64, u64>,
+    version: PolicyVersion,
+    max_staleness: u64,
+) -> Result<(), RunError> {
+    let ages = begun.iter().map(|(&group, &began)| (version.0.saturating_sub(began), group));
+    match ages.max() {
+        Some((staleness, group)) if staleness > max_staleness => {
+            Err(RunError::PendingStale { group, staleness, max_staleness })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Reads what [`Snapshot::write`] wrote of the groups in `begun`, which complete the prompts of `prompts`.
 ///
 /// # Errors
@@ -261,6 +280,18 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         Snapshot { frames, ..snapshot() }.write(dir.path()).unwrap();
         (dir.path().join(FILE), read(dir.path(), &begun(), EXPECTED, &mut prompts()))
+    }
+
+    #[test]
+    fn groups_that_a_lower_bound_makes_too_old_are_refused_before_anything_is_sampled() {
+        let begun = BTreeMap::from([(3, 7), (4, 5), (5, 9)]);
+        check_ages(&begun, PolicyVersion(9), 4).unwrap();
+        let error = check_ages(&begun, PolicyVersion(9), 3).unwrap_err();
+        assert!(
+            matches!(error, RunError::PendingStale { group: 4, staleness: 4, max_staleness: 3 }),
+            "{error}"
+        );
+        check_ages(&BTreeMap::new(), PolicyVersion(9), 0).unwrap();
     }
 
     #[test]

@@ -183,6 +183,7 @@ impl<'a> Run<'a> {
         let (cursor, begun) = state.map_or_else(Default::default, |(_, run)| (run.cursor, run.begun));
         let mut prompts =
             Prompts::new(Arc::clone(&task.dataset), Arc::clone(&task.tokenizer), recipe.run.seed, cursor)?;
+        pending_file::check_ages(&begun, trainer.version(), recipe.train.max_staleness)?;
         let pending = pending_file::read(model_dir, &begun, setup::expected(recipe, &config), &mut prompts)?;
         let n_pending = pending.n_groups();
         let worker = WorkerHandle::spawn(WorkerParts {

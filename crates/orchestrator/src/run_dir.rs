@@ -123,12 +123,15 @@ impl RunDir {
 ///
 /// # Errors
 /// If `out` is the directory of a run, whose checkpoints nobody would find any more beside a model, or another process runs
-/// there; or if it is a checkpoint of a run that another process runs.
+/// there; or if it is a checkpoint of a run, which could not be resumed any more.
 pub(crate) fn hold_for_model(out: &Path) -> Result<Option<RunDir>, RunError> {
     let found = out.canonicalize().unwrap_or_else(|_| out.to_path_buf());
     let is_checkpoint = found.file_name().is_some_and(|name| is_checkpoint_name(&name.to_string_lossy()));
-    let run = found.parent().filter(|_| is_checkpoint).unwrap_or(out);
-    let held = run.join(LOCK).exists().then(|| RunDir::lock(run)).transpose()?;
+    let is_run = |dir: &Path| [LOCK, METRICS, RECIPE].iter().any(|name| dir.join(name).exists());
+    if is_checkpoint && found.parent().is_some_and(is_run) {
+        return Err(RunError::CheckpointThere { path: out.to_path_buf() });
+    }
+    let held = out.join(LOCK).exists().then(|| RunDir::lock(out)).transpose()?;
     if out.join(METRICS).exists() || !checkpoints(out)?.is_empty() {
         return Err(RunError::RunThere { path: out.to_path_buf() });
     }
@@ -181,20 +184,23 @@ mod tests {
     }
 
     #[test]
-    fn a_model_is_written_neither_over_a_run_nor_under_one_that_is_at_work() {
+    fn a_model_is_written_neither_over_a_run_nor_over_a_checkpoint_of_one() {
         let (dir, run_dir) = run_dir();
         let checkpoint = dir.path().join("step-000002");
         let busy = |out: &Path| matches!(hold_for_model(out), Err(RunError::OutBusy { .. }));
-        assert!(busy(dir.path()) && busy(&checkpoint));
+        let is_checkpoint = || matches!(hold_for_model(&checkpoint), Err(RunError::CheckpointThere { .. }));
+        assert!(busy(dir.path()) && is_checkpoint());
         assert!(hold_for_model(&dir.path().join("export")).unwrap().is_none(), "a run does not mind");
         drop(run_dir);
-        let held = hold_for_model(&checkpoint).unwrap();
+        assert!(is_checkpoint());
+        let held = hold_for_model(dir.path()).unwrap();
         assert!(held.is_some() && matches!(RunDir::lock(dir.path()), Err(RunError::OutBusy { .. })));
         drop(held);
         hold_for_model(dir.path()).expect("a run that was refused left nothing but its lock");
         fs::create_dir(&checkpoint).unwrap();
         assert!(matches!(hold_for_model(dir.path()), Err(RunError::RunThere { .. })));
         let other = tempfile::tempdir().unwrap();
+        assert!(hold_for_model(&other.path().join("step-000002")).unwrap().is_none(), "a name is no run");
         fs::write(other.path().join(METRICS), "").unwrap();
         assert!(matches!(hold_for_model(other.path()), Err(RunError::RunThere { .. })));
     }
