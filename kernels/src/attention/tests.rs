@@ -560,8 +560,10 @@ proptest! {
                 want[leader * kv_len..].iter_mut().zip(rows).for_each(|(want, x)| *want += x);
                 (first, first_own) = (first + length, first_own + length - n_shared);
             }
+            // The same terms in another order. Each is rounded where it is up to a hundred, a product over a head, and
+            // up to 2.4e-5 came of it; a term too few is a hundredth and more.
             for (got, want) in got.iter().zip(want) {
-                prop_assert!((got - want).abs() < 2e-5 * (1.0 + want.abs()), "{} {}", got, want);
+                prop_assert!((got - want).abs() < 1e-4 * (1.0 + want.abs()), "{} {}", got, want);
             }
         }
     }
