@@ -105,7 +105,7 @@ impl<'a> RouteView<'a> {
     /// If there are fewer.
     #[must_use]
     pub fn first(self, n: usize) -> Self {
-        Self { bytes: &self.bytes[..n * self.dims.row_bytes()], ..self }
+        self.slice(0..n)
     }
 
     /// The rows `rows`.

@@ -79,6 +79,7 @@ impl OutFile {
         write(writer).and_then(|()| writer.flush()).map_err(io_at(&self.path))
     }
 
+    /// Writes over what an interrupted process left, if that has not been done.
     fn begin(&mut self) -> Result<(), RunError> {
         if let Some(partial) = self.partial.as_ref().filter(|_| !self.is_begun) {
             partial.lock.file().set_len(0).map_err(io_at(&partial.path))?;
@@ -122,11 +123,17 @@ impl OutFile {
 
 impl Drop for OutFile {
     fn drop(&mut self) {
-        let is_empty = |partial: &Partial| partial.lock.file().metadata().is_ok_and(|found| found.len() == 0);
-        if let Some(partial) = self.partial.as_ref().filter(|partial| self.is_begun || is_empty(partial)) {
+        if let Some(partial) =
+            self.partial.as_ref().filter(|partial| self.is_begun || is_empty(&partial.lock))
+        {
             let _ = fs::remove_file(&partial.path); // What cannot be removed still does not read as whole.
         }
     }
+}
+
+/// Whether nobody has written into the file.
+fn is_empty(lock: &Lock) -> bool {
+    lock.file().metadata().is_ok_and(|found| found.len() == 0)
 }
 
 /// `NAME.partial`.
@@ -154,7 +161,7 @@ impl Partial {
         }
         // Or before our opening: then there are results that nobody wanted to lose. From now on nobody else gives the name.
         if !overwrite && path.exists() {
-            if lock.file().metadata().is_ok_and(|found| found.len() == 0) {
+            if is_empty(&lock) {
                 let _ = fs::remove_file(&partial); // It does not read as whole.
             }
             return Err(RunError::OutFileTaken { path: path.into() });
