@@ -34,7 +34,7 @@ fn score(model: &Path, arguments: &[&str], lines: &[Value]) -> Vec<Value> {
 
 fn nested(rows: RouteView<'_>) -> Value {
     let dims = rows.dims();
-    let layer = |row, layer| (0..dims.top_k).map(|k| rows.expert(row, layer, k)).collect::<Vec<u16>>();
+    let layer = |row, layer| rows.choice(row, layer).collect::<Vec<u16>>();
     let row = |row| (0..dims.n_layers).map(|at| layer(row, at)).collect::<Vec<_>>();
     json!((0..rows.rows()).map(row).collect::<Vec<_>>())
 }

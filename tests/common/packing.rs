@@ -52,7 +52,7 @@ impl Packing {
         self.support_sizes.resize(self.tokens.len(), 0);
         for row in 0..n_inputs {
             for layer in 0..self.dims.n_layers {
-                self.routes.extend((0..self.dims.top_k).map(|k| routes.expert(row, layer, k)));
+                self.routes.extend(routes.choice(row, layer));
             }
         }
     }

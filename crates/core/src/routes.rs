@@ -138,14 +138,30 @@ impl<'a> RouteView<'a> {
         }
     }
 
+    /// What `layer` chose for row `row`, `[K]`.
+    ///
+    /// # Panics
+    /// If an index is out of range.
+    pub fn choice(self, row: usize, layer: usize) -> impl Iterator<Item = u16> + use<'a> {
+        (0..self.dims.top_k).map(move |k| self.expert(row, layer, k))
+    }
+
+    /// What `layer` chose for each row, `[rows, K]`: of one layer after another, `[L, rows, K]`.
+    ///
+    /// # Panics
+    /// If there is no such layer.
+    pub fn layer(self, layer: usize) -> impl Iterator<Item = u16> + use<'a> {
+        (0..self.rows()).flat_map(move |row| self.choice(row, layer))
+    }
+
     /// Copies what `layer` chose for row `row` into `out` `[K]`.
     ///
     /// # Panics
     /// If an index is out of range or `out` is not `[K]`.
     pub fn copy_layer(self, row: usize, layer: usize, out: &mut [u16]) {
         assert_eq!(out.len(), self.dims.top_k);
-        for (k, id) in out.iter_mut().enumerate() {
-            *id = self.expert(row, layer, k);
+        for (id, expert) in out.iter_mut().zip(self.choice(row, layer)) {
+            *id = expert;
         }
     }
 
@@ -302,6 +318,16 @@ mod tests {
         let view = RouteView::new(DIMS, &bytes).unwrap();
         assert_eq!((view.rows(), view.expert(0, 0, 0), view.expert(1, 1, 1)), (2, 3, 3));
         assert_eq!(view.check(2), Ok(()));
+    }
+
+    #[test]
+    fn a_layer_is_its_choices_row_by_row() {
+        let view = RouteView::new(DIMS, &[3, 1, 0, 2, 2, 0, 1, 3]).unwrap();
+        assert!(view.choice(1, 0).eq([2, 0]));
+        assert!(view.layer(0).eq([3, 1, 2, 0]) && view.layer(1).eq([0, 2, 1, 3]));
+        let mut copied = [0; 2];
+        view.copy_layer(0, 1, &mut copied);
+        assert_eq!(copied, [0, 2]);
     }
 
     #[test]

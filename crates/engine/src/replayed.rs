@@ -1,6 +1,5 @@
 //! Routes of older weights, for sequences that these weights compute again.
 
-use r3_core::routes::RouteView;
 use r3_kernels::route_record::RouteRecord;
 use r3_kernels::router::Routing;
 use r3_scheduler::scheduler::Scheduler;
@@ -41,14 +40,7 @@ impl Replayed {
             self.rows.extend(chunk.first_row..chunk.first_row + chunk.n_replayed);
         }
         for layer in 0..replayed().next().map_or(0, |routes| routes.dims().n_layers) {
-            for routes in replayed() {
-                self.ids.extend((0..routes.rows()).flat_map(|row| choice(routes, row, layer)));
-            }
+            self.ids.extend(replayed().flat_map(|routes| routes.layer(layer)));
         }
     }
-}
-
-/// The experts that `layer` gave to `row`, `[K]`.
-fn choice(routes: RouteView<'_>, row: usize, layer: usize) -> impl Iterator<Item = u16> + '_ {
-    (0..routes.dims().top_k).map(move |k| routes.expert(row, layer, k))
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use r3_core::ids::{GroupId, TokenId};
-use r3_core::routes::{RouteDims, RouteRows, RouteView, write_ids};
+use r3_core::routes::{RouteRows, RouteView, write_ids};
 use r3_core::support::{SupportError, SupportView};
 use r3_kernels::lm_head::Targets;
 use r3_kernels::lm_head::kept::Kept;
@@ -210,14 +210,9 @@ impl Replay {
     pub(crate) fn routing(&mut self, plan: &TickPlan) -> Routing<'_> {
         let [chunk] = &plan.chunks[..] else { panic!("one sequence is scored at a time") };
         self.batch = chunk.start..chunk.start + chunk.n_tokens;
-        let routes = self.routes.view();
-        let RouteDims { n_layers, top_k, .. } = routes.dims();
+        let routes = self.routes.view().slice(self.batch.clone());
         self.ids.clear();
-        for layer in 0..n_layers {
-            for position in self.batch.clone() {
-                self.ids.extend((0..top_k).map(|k| routes.expert(position, layer, k)));
-            }
-        }
+        self.ids.extend((0..routes.dims().n_layers).flat_map(|layer| routes.layer(layer)));
         self.native.start(plan.n_tokens());
         Routing::Replay { ids: &self.ids, native: Some(&mut self.native) }
     }

@@ -196,9 +196,7 @@ fn score_trainer(policy: &mut Policy, sequence: &ToScore<'_>) -> Result<Scored, 
 
 /// `[rows, L, K]` to `[L, rows, K]`.
 fn layer_major(view: RouteView<'_>) -> Vec<u16> {
-    let RouteDims { n_layers, top_k, .. } = view.dims();
-    let ids = (0..n_layers).flat_map(|layer| (0..view.rows()).map(move |row| (layer, row)));
-    ids.flat_map(|(layer, row)| (0..top_k).map(move |k| view.expert(row, layer, k))).collect()
+    (0..view.dims().n_layers).flat_map(|layer| view.layer(layer)).collect()
 }
 
 /// Nested JSON rows to bytes; rows that are not `[L][K]` or hold no possible id are refused by position.
@@ -227,9 +225,8 @@ fn pack(rows: &[Vec<Vec<u16>>], dims: RouteDims) -> Result<RouteRows, EngineErro
 
 /// Rows as nested JSON, `[rows][L][K]`.
 pub(crate) fn unpack(view: RouteView<'_>) -> Vec<Vec<Vec<u16>>> {
-    let RouteDims { n_layers, top_k, .. } = view.dims();
-    let layer = |row, layer| (0..top_k).map(|k| view.expert(row, layer, k)).collect();
-    (0..view.rows()).map(|row| (0..n_layers).map(|at| layer(row, at)).collect()).collect()
+    let of_row = |row| (0..view.dims().n_layers).map(|layer| view.choice(row, layer).collect()).collect();
+    (0..view.rows()).map(of_row).collect()
 }
 
 fn differences(replayed: RouteView<'_>, live: RouteView<'_>, layer_ids: &[u32]) -> Vec<Difference> {

@@ -476,9 +476,7 @@ fn run(reached: State, given: Option<Vec<u16>>, dims: Option<RouteDims>, ran: &m
 
 /// The experts of a row, `[L, K]`.
 fn ids_of(routes: RouteView<'_>, row: usize) -> Vec<u16> {
-    let RouteDims { n_layers, top_k, .. } = routes.dims();
-    let ids = |layer| (0..top_k).map(move |k| routes.expert(row, layer, k));
-    (0..n_layers).flat_map(ids).collect()
+    (0..routes.dims().n_layers).flat_map(|layer| routes.choice(row, layer)).collect()
 }
 
 /// Experts `[n, L, K]` as rows.
