@@ -136,12 +136,12 @@ fn remarks(records: &[StepRecord]) -> Vec<String> {
             values.iter().copied().filter(|value| !gauge.0.healthy.contains(value)).collect();
         let last = outside.last()?;
         Some(format!(
-            "{} left its healthy range ({}) in {} of {}, last with {}",
+            "{} left its healthy range ({}) in {} of {}, last {}",
             gauge.0.key,
             gauge.0.healthy_range(),
             outside.len(),
             counted(values.len(), "step"),
-            short(*last)
+            if last.is_finite() { format!("with {}", short(*last)) } else { "without a finite value".into() }
         ))
     };
     gauges.filter_map(remark).collect()
@@ -205,6 +205,14 @@ mod tests {
         throughput              rollout 1.9k tok/s, train - tok/s
         note: token_mult_prob_error left its healthy range (1 to 1.05) in 2 of 4 steps, last with 1.08
         ");
+    }
+
+    #[test]
+    fn a_value_that_is_not_finite_is_said_in_words() {
+        let mut records = run();
+        records[4].set(MULT_PROB_ERROR, f64::INFINITY);
+        let text = table(&records, 1.0);
+        assert!(text.ends_with(" in 2 of 4 steps, last without a finite value\n"), "{text}");
     }
 
     #[test]
