@@ -65,6 +65,15 @@ impl Directory {
         self.temp.path().join(name)
     }
 
+    /// What lies in a directory, by name.
+    pub(crate) fn names(&self, name: &str) -> Vec<String> {
+        let entries = fs::read_dir(self.path(name)).unwrap();
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
     pub(crate) fn write(&self, name: &str, content: impl AsRef<[u8]>) {
         fs::write(self.path(name), content).unwrap();
     }

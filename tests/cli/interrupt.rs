@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
-use std::process::{Child, Stdio};
+use std::process::{Child, ChildStderr, Stdio};
 use std::thread;
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -71,6 +71,58 @@ fn an_interrupted_comparison_says_how_to_start_again() {
     let (code, said) = interrupted(&directory, &["compare", "recipe.yaml", "--set", STEPS], " 1/20000 ");
     assert_eq!(code, 130, "{said}");
     assert!(said.ends_with("\nhint: start it again with --overwrite\n"), "{said}");
+}
+
+#[test]
+fn a_warm_start_holds_its_directory_and_replaces_no_model_that_appears_there() {
+    let directory = Directory::with_model();
+    let steps = ["sft", "sft.yaml", "--set", "sft.steps=1000"];
+    let begin = || {
+        let mut command = directory.command(env!("CARGO_BIN_EXE_r3"));
+        let mut child = command.args(steps).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut stderr = BufReader::new(child.stderr.take().unwrap());
+        let mut said = String::new();
+        while !said.contains("sft step 50/") {
+            assert_ne!(stderr.read_line(&mut said).unwrap(), 0, "it ended early: {said}");
+        }
+        (child, stderr)
+    };
+    let end = |(mut child, mut stderr): (Child, BufReader<ChildStderr>)| {
+        let mut said = String::new();
+        stderr.read_to_string(&mut said).unwrap();
+        (child.wait().unwrap().code(), said)
+    };
+    let trained = begin();
+    for writer in [&["new-model", ".", "warm"][..], &["export", "model", "warm"], &steps] {
+        let refused = directory.refused(writer);
+        assert!(refused.contains("error: another process runs in warm\n"), "{refused}");
+    }
+    directory.write("warm/model.safetensors", "copied by hand");
+    let (code, said) = end(trained);
+    assert_eq!(code, Some(2), "{said}");
+    assert!(
+        said.ends_with(
+            "error: warm has got a model meanwhile\n\nhint: the one that was trained lies in warm/.unfinished: move it \
+             elsewhere, since the next one written here replaces it\n"
+        ),
+        "{said}"
+    );
+    assert_eq!(fs::read_to_string(directory.path("warm/model.safetensors")).unwrap(), "copied by hand");
+    assert_eq!(directory.names("warm"), [".unfinished", "model.safetensors"]);
+    fs::rename(directory.path("warm/.unfinished"), directory.path("trained")).unwrap();
+    directory.done(&["eval", "recipe.yaml", "--model", "trained"]);
+    fs::remove_dir_all(directory.path("warm")).unwrap();
+
+    let (mut child, _) = begin();
+    kill_process(Pid::from_child(&child), Signal::KILL).unwrap();
+    child.wait().unwrap();
+    assert!(
+        directory
+            .refused(&["run", "recipe.yaml", "--resume", "--set", "run.out=warm"])
+            .contains(" holds no checkpoint ")
+    );
+    directory.done(&["export", "model", "warm"]);
+    assert_eq!(directory.names("warm"), directory.names("model"));
 }
 
 #[test]

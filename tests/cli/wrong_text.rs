@@ -198,6 +198,48 @@ fn nothing_to_resume() {
 }
 
 #[test]
+fn a_model_or_a_comparison_is_nothing_to_resume() {
+    let directory = Directory::with_model();
+    let resume = |out: &str| directory.refused(&["run", "recipe.yaml", "--resume", "--set", out]);
+    assert_snapshot!(resume("run.out=model"), @"
+    exit 2
+    error: model holds a model and no run to resume
+
+    hint: name the directory of a run as `run.out`, or start a run from the model with `model.path`, without --resume
+    ");
+    directory.done(&["compare", "recipe.yaml"]);
+    assert!(resume("run.out=run").contains("error: run holds no checkpoint to resume from"));
+    assert_eq!(directory.names("run"), ["off", "on", "report.html"]);
+}
+
+#[test]
+fn what_is_in_the_way_of_either_half_of_a_comparison_is_said_before_the_first_begins() {
+    let directory = Directory::with_model();
+    let compare = |out: &str| directory.refused(&["compare", "recipe.yaml", "--set", out]);
+    let before = directory.names("model");
+    assert_snapshot!(compare("run.out=model"), @"
+    exit 2
+    error: model holds a model already
+
+    hint: choose another directory, or remove that one first
+    ");
+    assert_eq!(directory.names("model"), before);
+
+    directory.done(&["run", "recipe.yaml", "--set", "run.out=run/off", "--set", "run.steps=1"]);
+    let earlier = directory.names("run/off");
+    assert!(compare("run.out=run").contains("error: run holds a comparison already"));
+    let lock = std::fs::File::open(directory.path("run/off/.lock")).unwrap();
+    lock.try_lock().unwrap();
+    assert_snapshot!(directory.refused(&["compare", "recipe.yaml", "--overwrite"]), @"
+    exit 2
+    error: another process runs in run/off
+
+    hint: wait for it, stop it, or choose another directory, which --set run.out=DIR sets in a recipe
+    ");
+    assert_eq!((directory.names("run"), directory.names("run/off")), (vec!["off".to_owned()], earlier));
+}
+
+#[test]
 fn a_run_is_in_the_way() {
     let directory = Directory::with_model();
     directory.done(&["run", "recipe.yaml"]);

@@ -8,7 +8,7 @@ use r3_recipe::rollout::{ReplayMode, RouterReplay};
 use r3_telemetry::report::{Comparison, Runs, html};
 
 use crate::error::{RunError, io_at};
-use crate::run::{RunOptions, run};
+use crate::run::{RunOptions, check_free, run_in};
 use crate::run_dir::RunDir;
 
 /// Two runs that differ in replay only.
@@ -25,20 +25,25 @@ pub struct Compared {
 /// The run without replay records routes too, but only to count where the trainer's router disagrees.
 ///
 /// # Errors
-/// Whatever stops one of the runs, or keeps the report from being written; or that another process is at work in `run.out`.
+/// Whatever stops one of the runs, or keeps the report from being written; or that another process is at work in `run.out`,
+/// `on` or `off`, one of which holds what is not to be lost.
 pub fn compare(recipe: &Recipe, options: &RunOptions) -> Result<Compared, RunError> {
-    // Both halves are one result: nobody else begins the first while the second runs.
-    let _dir = RunDir::lock(&recipe.run.out)?;
+    // Both halves are one result: nobody else begins the first while the second runs, or the second while the first does.
+    let _dir = RunDir::lock_no_model(&recipe.run.out)?;
     let side = |name: &str, mode: ReplayMode| {
         let mut recipe = recipe.clone();
         let diagnose = mode == ReplayMode::Off;
         let threshold = if diagnose { 0.0 } else { recipe.router_replay.threshold };
         recipe.router_replay = RouterReplay { mode, diagnose, gates: false, threshold };
         recipe.run.out.push(name);
-        run(&recipe, options)
+        let dir = RunDir::lock_new(&recipe.run.out)?;
+        check_free(&dir, &recipe, options)?;
+        Ok::<_, RunError>((dir, recipe))
     };
-    let on = side("on", ReplayMode::R3)?;
-    let off = side("off", ReplayMode::Off)?;
+    // What is in the way of either is said before the hours that the first takes.
+    let ((on_dir, on), (off_dir, off)) = (side("on", ReplayMode::R3)?, side("off", ReplayMode::Off)?);
+    let on = run_in(on_dir, &on, options)?;
+    let off = run_in(off_dir, &off, options)?;
     let comparison = Comparison { on: on.summary, off: off.summary };
     let title = format!("Seed {}", recipe.run.seed);
     let page = html(Runs { title: &title, on: &on.records, off: &off.records }, &comparison);

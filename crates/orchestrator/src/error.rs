@@ -72,6 +72,10 @@ pub enum RunError {
     ModelOverwritten { model: PathBuf, path: PathBuf },
     #[error("{} holds no checkpoint to resume from", path.display())]
     NothingToResume { path: PathBuf },
+    #[error("{} holds a model and no run to resume", path.display())]
+    ModelToResume { path: PathBuf },
+    #[error("{} has got a model meanwhile", path.display())]
+    ModelAppeared { path: PathBuf, unfinished: PathBuf },
     #[error(
         "the checkpoint was written with `{}: {}`, but the recipe now says {}", change.key, change.then, change.now
     )]
@@ -207,6 +211,8 @@ impl RunError {
             Self::NoAdapter { .. } => "export the whole model, without --adapter".into(),
             Self::NothingTrained => "freeze less, or give `train.lora` other targets".into(),
             Self::NothingToResume { .. } => "start the run without --resume".into(),
+            Self::ModelToResume { .. } => MODEL_TO_RESUME.into(),
+            Self::ModelAppeared { unfinished, .. } => appeared_hint(unfinished),
             Self::RecipeChanged { change: Change { key, then, .. } } => {
                 format!(
                     "set `{key}` back to {then}, or start a new run from the checkpoint with `model.path`"
@@ -255,6 +261,8 @@ impl RunError {
             | Self::PendingStale { .. }
             | Self::ModelOverwritten { .. }
             | Self::NothingToResume { .. }
+            | Self::ModelToResume { .. }
+            | Self::ModelAppeared { .. }
             | Self::ForeignReference { .. }
             | Self::NoSuchWeight { .. }
             | Self::NothingTrained
@@ -342,6 +350,7 @@ fn io_hint(error: &io::Error) -> &'static str {
 
 const FOREIGN_REFERENCE: &str =
     "set `objective.kl.reference` to a model of the same configuration, such as `model.path`";
+const MODEL_TO_RESUME: &str = "name the directory of a run as `run.out`, or start a run from the model with `model.path`, without --resume";
 const PENDING_STALE: &str =
     "resume with the bound that the run had, which its `recipe.yaml` says, or a higher one";
 const RUN_THERE: &str = "choose another directory, or one inside it: whoever names the run would get this model instead of its newest \
@@ -361,6 +370,13 @@ fn io_class(error: &io::Error) -> ExitClass {
         | ErrorKind::WouldBlock => ExitClass::Machine,
         _ => ExitClass::Usage,
     }
+}
+
+fn appeared_hint(unfinished: &Path) -> String {
+    let unfinished = unfinished.display();
+    format!(
+        "the one that was trained lies in {unfinished}: move it elsewhere, since the next one written here replaces it"
+    )
 }
 
 /// Attaches a path to an I/O error.
@@ -412,6 +428,8 @@ mod tests {
             (ExitClass::Usage, RunError::PendingStale { group: 1, staleness: 2, max_staleness: 1 }),
             (ExitClass::Usage, RunError::ModelOverwritten { model: path(), path: path() }),
             (ExitClass::Usage, RunError::NothingToResume { path: path() }),
+            (ExitClass::Usage, RunError::ModelToResume { path: path() }),
+            (ExitClass::Usage, RunError::ModelAppeared { path: path(), unfinished: path() }),
             (ExitClass::Usage, RunError::ForeignReference { path: path() }),
             (
                 ExitClass::Usage,

@@ -1,7 +1,6 @@
 //! Model directories: found, made from nothing, and exported.
 
 use std::fs;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use r3_kernels::gemm::Dtype;
@@ -16,7 +15,7 @@ use r3_wire::error::WireError;
 use r3_wire::model::ModelShape;
 
 use crate::error::{RunError, io_at};
-use crate::run_dir::hold_for_model;
+use crate::run_dir::{RunDir, hold_for_model};
 
 /// A model directory that was written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,13 +93,12 @@ pub fn export_adapter(checkpoint: &Path, out: &Path) -> Result<usize, RunError> 
     let dir = resolve(checkpoint)?;
     let config = ModelConfig::load(&dir)?;
     let adapter = Adapter::load(&dir)?.ok_or_else(|| RunError::NoAdapter { path: dir.clone() })?;
+    let _held = hold_for_model(out)?;
     if out.join(PEFT_CONFIG).exists() {
         return Err(RunError::WeightsThere { path: out.to_path_buf() });
     }
-    let _held = hold_for_model(out)?;
     verify_weights(&dir)?;
-    let made = Made::at(out)?;
-    adapter.write_peft(out, &config).inspect_err(|_| made.remove())?;
+    adapter.write_peft(out, &config)?;
     Ok(adapter.n_parameters())
 }
 
@@ -110,13 +108,15 @@ fn write_new(
     (model, weights): (&ModelConfig, &dyn TensorSource),
     dtype: Dtype,
 ) -> Result<Written, RunError> {
+    let held = hold_for_model(out)?;
     // A configuration is in the way, too, unless the model is made beside its own.
     let is_own =
         out.canonicalize().ok().is_some_and(|out| companions.canonicalize().is_ok_and(|dir| dir == out));
     if has_weights(out) || (out.join("config.json").exists() && !is_own) {
         return Err(RunError::WeightsThere { path: out.to_path_buf() });
     }
-    write(out, &[companions], (model, weights), dtype)?;
+    let staged = Staged::write(held, &[companions], (model, weights), dtype)?;
+    staged.publish()?;
     Ok(Written { parameters: model.n_parameters(), dtype })
 }
 
@@ -128,76 +128,58 @@ pub(crate) fn has_weights(dir: &Path) -> bool {
 /// Says which shard holds which tensor.
 const INDEX: &str = "model.safetensors.index.json";
 
-/// Makes sure that a model can be written into `out`, for those who have to train it first. Leaves no trace there.
-///
-/// # Errors
-/// If `out` is not a directory, cannot be made one, takes no files, or is the directory of a run.
-pub(crate) fn check_place(out: &Path) -> Result<(), RunError> {
-    let _held = hold_for_model(out)?;
-    let made = Made::at(out)?;
-    let probe = out.join(PROBE);
-    let probed = match fs::create_dir(&probe) {
-        Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(io_at(out)(error)),
-        _ => fs::remove_dir(&probe).map_err(io_at(&probe)),
-    };
-    made.remove();
-    probed
-}
-
-/// The directories that had to be made for a path, deepest first.
-struct Made(Vec<PathBuf>);
-
-impl Made {
-    /// Makes the directory `path` and those above it that are missing.
-    fn at(path: &Path) -> Result<Self, RunError> {
-        let missing = path.ancestors().take_while(|dir| !dir.as_os_str().is_empty() && !dir.exists());
-        let made = Self(missing.map(Path::to_path_buf).collect());
-        match fs::create_dir_all(path) {
-            Ok(()) => Ok(made),
-            Err(source) => {
-                made.remove();
-                Err(io_at(path)(source))
-            }
-        }
-    }
-
-    /// Removes them, but for those that hold something by now.
-    fn remove(&self) {
-        for dir in &self.0 {
-            let _ = fs::remove_dir(dir);
-        }
-    }
-}
-
-/// Made and removed to see whether a directory takes files.
-const PROBE: &str = ".probe";
-
 /// Where files wait, inside the directory they are for, until all are there.
 const UNFINISHED: &str = ".unfinished";
 
-/// Writes a model into `out`, over the files of the one that may be there: tokenizer files from `companions`, of which a
-/// later directory's win, then config and weights.
-///
-/// # Errors
-/// If a tensor cannot be read, a file cannot be written, or `out` is the directory of a run. What was in `out` is whole
-/// then, unless moving failed.
-pub(crate) fn write(
-    out: &Path,
-    companions: &[&Path],
-    (model, weights): (&ModelConfig, &dyn TensorSource),
-    dtype: Dtype,
-) -> Result<(), RunError> {
-    let _held = hold_for_model(out)?;
-    let made = Made::at(out)?;
-    let staged = out.join(UNFINISHED);
-    let written = stage(&staged, companions, (model, weights), dtype).and_then(|()| publish(&staged, out));
-    if let Err(error) = written {
-        // The error at hand matters more than one while cleaning up.
-        let _ = fs::remove_dir_all(&staged);
-        made.remove();
-        return Err(error);
+/// A model that lies beside the place it is for, all of it, which nobody else writes to meanwhile.
+#[derive(Debug)]
+pub(crate) struct Staged {
+    held: RunDir,
+    path: PathBuf,
+}
+
+impl Staged {
+    /// Writes a model beside the files of `held`: tokenizer files from `companions`, of which a later directory's win, then
+    /// config and weights.
+    ///
+    /// # Errors
+    /// If a tensor cannot be read or a file cannot be written. Nothing is left then.
+    pub(crate) fn write(
+        held: RunDir,
+        companions: &[&Path],
+        (model, weights): (&ModelConfig, &dyn TensorSource),
+        dtype: Dtype,
+    ) -> Result<Self, RunError> {
+        let path = held.join(UNFINISHED);
+        stage(&path, companions, (model, weights), dtype).inspect_err(|_| remove(&path))?;
+        Ok(Self { held, path })
     }
-    Ok(())
+
+    /// Moves it over the files of the model that may be there.
+    ///
+    /// # Errors
+    /// If a file cannot be moved.
+    pub(crate) fn publish(self) -> Result<(), RunError> {
+        publish(&self.path, self.held.path()).inspect_err(|_| remove(&self.path))
+    }
+
+    /// Moves it, if no model has appeared there while this one was trained; otherwise leaves it where it lies and says so.
+    ///
+    /// # Errors
+    /// If a model is there, or a file cannot be moved.
+    pub(crate) fn publish_new(self) -> Result<(), RunError> {
+        match self.held.path() {
+            path if has_weights(path) => {
+                Err(RunError::ModelAppeared { path: path.to_path_buf(), unfinished: self.path })
+            }
+            _ => self.publish(),
+        }
+    }
+}
+
+/// Removes what is not whole. The error at hand matters more than one while cleaning up.
+fn remove(staged: &Path) {
+    let _ = fs::remove_dir_all(staged);
 }
 
 fn stage(
@@ -261,6 +243,12 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-moe")
     }
 
+    /// Writes a model over whatever is there.
+    fn write(out: &Path, model: (&ModelConfig, &dyn TensorSource)) {
+        let held = hold_for_model(out).unwrap();
+        Staged::write(held, &[&assets()], model, Dtype::F32).unwrap().publish().unwrap();
+    }
+
     fn names(dir: &Path) -> Vec<String> {
         let entries = fs::read_dir(dir).unwrap();
         let mut names: Vec<_> =
@@ -313,7 +301,7 @@ mod tests {
             fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
         }
         let model = Checkpoint::open(&assets).unwrap();
-        write(dir.path(), &[&assets], (model.config(), &model), Dtype::Bf16).unwrap();
+        write(dir.path(), (model.config(), &model));
         let left = names(dir.path()).into_iter().filter(|name| name.contains("safetensors"));
         assert_eq!(left.collect::<Vec<_>>(), ["model.safetensors", "reference.safetensors"]);
         assert_eq!(Checkpoint::open(dir.path()).unwrap().config().n_layers, model.config().n_layers);
@@ -333,7 +321,7 @@ mod tests {
         let other = FreshWeights::new(saved.config(), 2);
         write_weights(&dir, saved.config(), &other, Dtype::F32).unwrap();
         assert!(matches!(open(&dir), Err(RunError::Train(TrainError::Damaged { .. }))));
-        write(&dir, &[&assets], (saved.config(), &other), Dtype::F32).unwrap();
+        write(&dir, (saved.config(), &other));
         open(&dir).unwrap();
     }
 
@@ -365,17 +353,26 @@ mod tests {
     }
 
     #[test]
-    fn looking_at_a_place_leaves_no_directory_that_was_not_there() {
+    fn a_model_that_has_appeared_meanwhile_is_not_replaced_and_the_new_one_not_lost() {
         let dir = tempfile::tempdir().unwrap();
-        let out = dir.path().join("one/two/three");
-        check_place(&out).unwrap();
-        assert!(names(dir.path()).is_empty());
-        fs::create_dir_all(out.parent().unwrap()).unwrap();
-        check_place(&out).unwrap();
-        assert!(names(out.parent().unwrap()).is_empty(), "what was there stays");
-        fs::write(&out, "a file").unwrap();
-        let below = dir.path().join("one/other/..").join("two/three/four");
-        assert!(check_place(&below).is_err());
-        assert_eq!(names(&dir.path().join("one")), ["two"]);
+        let (out, other) = (dir.path().join("out"), dir.path().join("other"));
+        create(&assets(), &other, 1, Dtype::Bf16).unwrap();
+        let model = Checkpoint::open(&other).unwrap();
+        let stage = || {
+            let held = hold_for_model(&out).unwrap();
+            Staged::write(held, &[&other], (model.config(), &model), Dtype::Bf16).unwrap()
+        };
+        let staged = stage();
+        let busy = create(&assets(), &out, 1, Dtype::Bf16).unwrap_err();
+        assert!(matches!(busy, RunError::OutBusy { .. }));
+        fs::write(out.join("model.safetensors"), "precious").unwrap();
+        let error = staged.publish_new().unwrap_err();
+        let RunError::ModelAppeared { unfinished, .. } = &error else { panic!("{error}") };
+        assert_eq!(names(unfinished), names(&other));
+        assert_eq!(names(&out), [".unfinished", "model.safetensors"]);
+        assert_eq!(fs::read_to_string(out.join("model.safetensors")).unwrap(), "precious");
+        fs::remove_file(out.join("model.safetensors")).unwrap();
+        stage().publish_new().unwrap();
+        assert_eq!(names(&out), names(&other));
     }
 }

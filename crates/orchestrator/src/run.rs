@@ -75,8 +75,14 @@ const STACK_BYTES: usize = 256 << 20;
 /// # Errors
 /// Whatever keeps it from starting or stops it. Checkpoints on disk are whole in any case.
 pub fn run(recipe: &Recipe, options: &RunOptions) -> Result<RunOutcome, RunError> {
+    let out = &recipe.run.out;
+    run_in(if options.resume { RunDir::lock_again(out)? } else { RunDir::lock_new(out)? }, recipe, options)
+}
+
+/// Runs `recipe` to its end in `dir`, which is its own.
+pub(crate) fn run_in(dir: RunDir, recipe: &Recipe, options: &RunOptions) -> Result<RunOutcome, RunError> {
     with_deep_stack(|| {
-        let mut run = Run::start(recipe, options)?;
+        let mut run = Run::start(dir, recipe, options)?;
         run.evaluate_at_start()?;
         while run.step < recipe.run.steps {
             let sampled = run.sample()?; // prompts -> rollouts -> rewards -> ring
@@ -160,11 +166,10 @@ struct Run<'a> {
 
 impl<'a> Run<'a> {
     /// Checks, loads and connects everything.
-    fn start(recipe: &'a Recipe, options: &RunOptions) -> Result<Self, RunError> {
+    fn start(dir: RunDir, recipe: &'a Recipe, options: &RunOptions) -> Result<Self, RunError> {
         let began = Instant::now();
         let (run, out) = (&recipe.run, &recipe.run.out);
         let checkpoints = Checkpoints::new(out.clone(), run.keep_last).keeping_best(run.keep_best);
-        let dir = if options.resume { RunDir::lock_again(out)? } else { RunDir::lock_new(out)? };
         let resumed = find_resumed(recipe, &checkpoints, &dir, options)?;
         let model_dir = resumed.as_deref().unwrap_or(&recipe.model.path);
         let config = r3_model::config::ModelConfig::load(model_dir)?;
@@ -493,6 +498,14 @@ fn load_trainer(
     Ok(trainer)
 }
 
+/// Refuses what keeps a run of `recipe` from beginning in `dir`.
+///
+/// # Errors
+/// If an earlier run is in its way.
+pub(crate) fn check_free(dir: &RunDir, recipe: &Recipe, options: &RunOptions) -> Result<(), RunError> {
+    dir.check_free(options.overwrite, &[&recipe.model.path, recipe.model.tokenizer_path()])
+}
+
 /// The checkpoint to continue from; refuses to mix two runs in one directory. A run that died before its first
 /// checkpoint is continued from its start.
 fn find_resumed(
@@ -502,7 +515,7 @@ fn find_resumed(
     options: &RunOptions,
 ) -> Result<Option<PathBuf>, RunError> {
     if !options.resume {
-        dir.check_free(options.overwrite, &[&recipe.model.path, recipe.model.tokenizer_path()])?;
+        check_free(dir, recipe, options)?;
         return Ok(None);
     }
     let latest = checkpoints.latest()?;

@@ -26,8 +26,9 @@ use serde::Serialize;
 
 use crate::error::RunError;
 use crate::greedy::{Held, greedy_accuracy};
-use crate::model_dir;
+use crate::model_dir::{self, Staged};
 use crate::run::with_deep_stack;
+use crate::run_dir::hold_for_model;
 use crate::setup::{TaskParts, load_policy};
 use crate::shutdown::Shutdown;
 
@@ -53,15 +54,16 @@ pub struct SftOutcome {
 /// Trains on demonstrations and writes bf16 weights to `run.out`.
 ///
 /// # Errors
-/// Whatever keeps it from starting or stops it; `run.out` is only touched at the end.
+/// Whatever keeps it from starting or stops it; nothing but a lock is in `run.out` before the end, and nothing is left of it.
 pub fn sft(recipe: &SftRecipe, overwrite: bool, shutdown: &Shutdown) -> Result<SftOutcome, RunError> {
     with_deep_stack(|| {
         let began = Instant::now();
         let out = &recipe.run.out;
+        // Held from now on: whoever else would write there is refused, and not what takes hours to train.
+        let held = hold_for_model(out)?;
         if model_dir::has_weights(out) && !overwrite {
             return Err(RunError::OutTaken { path: out.clone() });
         }
-        model_dir::check_place(out)?;
         let progress = Progress::stderr();
         let (config, policy, source_dir, tokenizer_path) = load_model(recipe, &progress)?;
         let task = TaskParts::load(&recipe.task, tokenizer_path, config.vocab_size, None)?;
@@ -69,7 +71,12 @@ pub fn sft(recipe: &SftRecipe, overwrite: bool, shutdown: &Shutdown) -> Result<S
         let loss = train(recipe, &task, &mut trainer, (&progress, shutdown))?;
         let companions = [source_dir, tokenizer_path];
         let policy = trainer.policy();
-        model_dir::write(out, &companions, (policy.config(), policy), Dtype::Bf16)?;
+        let staged = Staged::write(held, &companions, (policy.config(), policy), Dtype::Bf16)?;
+        if overwrite {
+            staged.publish()?
+        } else {
+            staged.publish_new()?
+        }
         let eval_after = evaluate(recipe, &task, &progress)?;
         Ok(SftOutcome { steps: recipe.sft.steps, seconds: began.elapsed().as_secs_f64(), loss, eval_after })
     })
