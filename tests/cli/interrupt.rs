@@ -152,3 +152,15 @@ fn an_interrupted_rollout_leaves_whole_lines_under_a_name_that_says_that_they_ar
         ));
     }
 }
+
+#[test]
+fn an_interrupted_rollout_to_stdout_claims_no_file() {
+    let directory = Directory::with_model();
+    directory.write("prompts.jsonl", "{\"prompt\": \"1+1=\"}\n".repeat(200_000));
+    let rollout = ["rollout", "model", "--prompts", "prompts.jsonl", "--out", "-", "--max-new-tokens", "8"];
+    let (code, said) = interrupted(&directory, &rollout, "KV memory ");
+    assert_eq!(code, 130, "{said}");
+    let error = said.lines().find(|line| line.starts_with("error: ")).expect("it says why it ends");
+    assert!(error.ends_with(" of 200000 went to stdout"), "{error}");
+    assert!(said.ends_with("\nhint: start it again, which samples all of them\n"), "{said}");
+}

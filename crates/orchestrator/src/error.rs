@@ -126,6 +126,8 @@ pub enum RunError {
     Discarded { step: u64 },
     #[error("interrupted; {} of {n_rollouts} lie in {}", counted(*n_written, "rollout"), path.display())]
     Unfinished { n_written: u64, n_rollouts: u64, path: PathBuf },
+    #[error("interrupted; {} of {n_rollouts} went to {}", counted(*n_written, "rollout"), path.display())]
+    CutOff { n_written: u64, n_rollouts: u64, path: PathBuf },
 }
 
 /// How the process ends; the numbers are part of r3's interface.
@@ -240,6 +242,7 @@ impl RunError {
             Self::Interrupted { .. } => "continue with --resume".into(),
             Self::Discarded { .. } => "start it again".into(),
             Self::Unfinished { .. } => UNFINISHED.into(),
+            Self::CutOff { .. } => "start it again, which samples all of them".into(),
         }
     }
 
@@ -303,9 +306,10 @@ impl RunError {
             Self::Frame(_) | Self::WorkerGone | Self::Stale { .. } | Self::ForeignLayers { .. } => {
                 ExitClass::Bug
             }
-            Self::Interrupted { .. } | Self::Discarded { .. } | Self::Unfinished { .. } => {
-                ExitClass::Interrupted
-            }
+            Self::Interrupted { .. }
+            | Self::Discarded { .. }
+            | Self::Unfinished { .. }
+            | Self::CutOff { .. } => ExitClass::Interrupted,
         }
     }
 }
@@ -465,6 +469,7 @@ mod tests {
             (ExitClass::Interrupted, RunError::Interrupted { step: 1 }),
             (ExitClass::Interrupted, RunError::Discarded { step: 1 }),
             (ExitClass::Interrupted, RunError::Unfinished { n_written: 1, n_rollouts: 2, path: path() }),
+            (ExitClass::Interrupted, RunError::CutOff { n_written: 1, n_rollouts: 2, path: path() }),
         ]
     }
 

@@ -104,19 +104,25 @@ impl OutFile {
         Ok(())
     }
 
+    /// What errors call it.
+    #[must_use]
+    pub fn name(&self) -> &Path {
+        &self.path
+    }
+
     /// Leaves what was written so far, under the name that says that it is not whole, and says where it lies. The next
-    /// process that writes the file writes over it.
+    /// process that writes the file writes over it. Of stdout, or what is no regular file, nothing is left: `None`.
     ///
     /// # Errors
     /// If it cannot be brought to the disk.
-    pub fn leave(mut self) -> Result<PathBuf, RunError> {
+    pub fn leave(mut self) -> Result<Option<PathBuf>, RunError> {
         self.begin()?;
         match (&self.writer, self.partial.take()) {
             (Writer::File(writer), Some(partial)) => {
                 writer.get_ref().sync_all().map_err(io_at(&partial.path))?;
-                Ok(partial.path)
+                Ok(Some(partial.path))
             }
-            _ => Ok(self.path.clone()),
+            _ => Ok(None),
         }
     }
 }
@@ -210,7 +216,7 @@ mod tests {
         let path = dir.path().join("out.jsonl");
         let mut file = OutFile::open(&path, false).unwrap();
         say(&mut file, "one\n");
-        let left = file.leave().unwrap();
+        let left = file.leave().unwrap().expect("a file");
         assert_eq!(
             (left.as_path(), names(&dir)),
             (&*partial_path(&path), vec!["out.jsonl.partial".to_owned()])
@@ -226,7 +232,7 @@ mod tests {
         let path = dir.path().join("out.jsonl");
         let mut file = OutFile::open(&path, false).unwrap();
         say(&mut file, "an hour of rollouts\n");
-        let left = file.leave().unwrap();
+        let left = file.leave().unwrap().expect("a file");
         drop(OutFile::open(&path, false).unwrap());
         assert_eq!(fs::read_to_string(&left).unwrap(), "an hour of rollouts\n");
         fs::write(&path, "other results").unwrap();
@@ -308,6 +314,8 @@ mod tests {
         let mut null = OutFile::open(Path::new("/dev/null"), false).unwrap();
         say(&mut null, "nothing");
         null.commit().unwrap();
+        let null = OutFile::open(Path::new("/dev/null"), false).unwrap();
+        assert_eq!(null.leave().unwrap(), None, "it is no file that could be kept");
         assert!(!Path::new("/dev/null.partial").exists());
     }
 }

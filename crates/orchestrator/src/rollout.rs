@@ -180,8 +180,11 @@ pub fn rollout(
     let bar = progress.bar(BarKind::Rollout, n_rollouts);
     let mut summary = Rollouts::new(engine, &work, options).sample(&mut out, &bar, shutdown)?;
     if summary.rollouts < n_rollouts {
-        let path = out.leave()?;
-        return Err(RunError::Unfinished { n_written: summary.rollouts, n_rollouts, path });
+        let (n_written, path) = (summary.rollouts, out.name().to_path_buf());
+        return Err(match out.leave()? {
+            Some(path) => RunError::Unfinished { n_written, n_rollouts, path },
+            None => RunError::CutOff { n_written, n_rollouts, path },
+        });
     }
     bar.finish();
     out.commit()?;
