@@ -98,7 +98,7 @@ fn a_disk_without_room_for_the_next_checkpoint() {
     directory.done(&["new-model", ".", "model"]);
     directory.done(&["run", "recipe.yaml", "--set", "run.steps=1"]);
     let before = files(&directory, "run/step-000001");
-    let limited = "trap '' XFSZ; ulimit -f 256; exec \"$0\" --threads 2 run recipe.yaml --resume";
+    let limited = "ulimit -f 256; exec \"$0\" --threads 2 run recipe.yaml --resume";
     let Ended { code, stdout, stderr } =
         ended(directory.command("sh").args(["-c", limited, env!("CARGO_BIN_EXE_r3")]));
     assert_eq!(stdout, "");
@@ -108,11 +108,40 @@ fn a_disk_without_room_for_the_next_checkpoint() {
     error: cannot write run/step-000002.tmp/model.safetensors, which needs 1213248 bytes
       caused by: File too large (os error 27)
 
-    hint: earlier checkpoints are intact: free 1213248 bytes, or lower `run.keep_last`
+    hint: raise `ulimit -f`, or choose a file system that holds files of this size; what was there before is intact
     ");
     assert_eq!(files(&directory, "run/step-000001"), before);
     assert!(!directory.path("run/step-000002").exists() && !directory.path("run/step-000002.tmp").exists());
     directory.done(&["run", "recipe.yaml", "--resume"]);
+}
+
+#[test]
+fn a_limit_on_the_size_of_files_is_said_by_whatever_meets_it() {
+    let directory = Directory::with_model();
+    directory.write("prompts.jsonl", "{\"prompt\": \"1+1=\"}\n".repeat(100));
+    let rollout = "rollout model --prompts prompts.jsonl --max-new-tokens 8 --out";
+    let out = fs::File::create(directory.path("stdout")).unwrap();
+    for (command, file) in [
+        ("new-model . new", "new/.unfinished/model.safetensors"),
+        ("sft sft.yaml", "warm/.unfinished/model.safetensors"),
+        ("export model exported", "exported/.unfinished/model.safetensors"),
+        ("run recipe.yaml", "ftruncate failed for a ring of 69632 bytes"),
+        (&format!("{rollout} out.jsonl"), "out.jsonl"),
+        (&format!("{rollout} -"), "stdout"),
+    ] {
+        let limited = format!("ulimit -f 8; exec \"$0\" --threads 2 {command}");
+        let mut shell = directory.command("sh");
+        shell.args(["-c", &limited, env!("CARGO_BIN_EXE_r3")]).stdout(out.try_clone().unwrap());
+        let ended = shell.output().unwrap();
+        let stderr = String::from_utf8(ended.stderr).unwrap();
+        assert_eq!(ended.status.code(), Some(3), "{command}: {stderr}");
+        let error = stderr.lines().find(|line| line.starts_with("error: ")).expect(&stderr);
+        assert!(error.contains(file), "{error}");
+        assert!(stderr.contains("hint: raise `ulimit -f`"), "{stderr}");
+    }
+    for left in ["new", "warm", "exported", "run", "out.jsonl", "out.jsonl.partial"] {
+        assert!(!directory.path(left).exists(), "{left}");
+    }
 }
 
 /// Names and contents.

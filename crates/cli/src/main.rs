@@ -14,6 +14,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use r3_kernels::huge_pages::HugePages;
+use r3_orchestrator::shutdown;
 
 use crate::args::Global;
 use crate::commands::{
@@ -76,6 +77,8 @@ fn main() -> ExitCode {
 
 fn execute(cli: &Cli) -> Result<(), CliError> {
     logging::start(&cli.global);
+    // Who cannot have it so will hear of what is short from what needs it.
+    let _ = shutdown::outlive_large_files();
     args::start_threads(cli.global.threads)?;
     match &cli.command {
         Command::Run(args) => args.execute(),

@@ -1,6 +1,8 @@
 //! Why a run ends early, what the user can do, and with which exit code.
 
+use std::error::Error;
 use std::io::{self, ErrorKind};
+use std::iter;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -174,6 +176,10 @@ impl RunError {
     /// What the user can change, printed as `hint: ...`.
     #[must_use]
     pub fn hint(&self) -> String {
+        if is_file_too_large(self) { FILE_TOO_LARGE.into() } else { self.own_hint() }
+    }
+
+    fn own_hint(&self) -> String {
         match self {
             Self::Recipe(error) => error.hint(),
             Self::Task(error) => error.hint(),
@@ -322,6 +328,13 @@ fn ring_hint(needed_bytes: u64, max_support: Option<usize>) -> String {
     }
 }
 
+/// Whether a file met the limit on its size, in whatever crate it was written.
+fn is_file_too_large(error: &RunError) -> bool {
+    let causes = iter::successors(Some(error as &dyn Error), |&error| error.source());
+    let mut io = causes.filter_map(|error| error.downcast_ref::<io::Error>());
+    io.any(|error| error.kind() == ErrorKind::FileTooLarge)
+}
+
 fn model_class(error: &ModelError) -> ExitClass {
     match error {
         ModelError::Write { .. } => ExitClass::Machine,
@@ -352,6 +365,7 @@ fn io_hint(error: &io::Error) -> &'static str {
     }
 }
 
+const FILE_TOO_LARGE: &str = "raise `ulimit -f`, or choose a file system that holds files of this size; what was there before is intact";
 const FOREIGN_REFERENCE: &str =
     "set `objective.kl.reference` to a model of the same configuration, such as `model.path`";
 const MODEL_TO_RESUME: &str = "name the directory of a run as `run.out`, or start a run from the model with `model.path`, without --resume";
@@ -368,6 +382,7 @@ fn io_class(error: &io::Error) -> ExitClass {
     match error.kind() {
         _ if is_out_of_files(error) => ExitClass::Machine,
         ErrorKind::StorageFull
+        | ErrorKind::FileTooLarge
         | ErrorKind::QuotaExceeded
         | ErrorKind::ReadOnlyFilesystem
         | ErrorKind::OutOfMemory
@@ -450,6 +465,7 @@ mod tests {
             (ExitClass::Usage, io(ErrorKind::NotFound)),
             (ExitClass::Usage, io(ErrorKind::PermissionDenied)),
             (ExitClass::Machine, io(ErrorKind::StorageFull)),
+            (ExitClass::Machine, io(ErrorKind::FileTooLarge)),
             (ExitClass::Machine, io(ErrorKind::WouldBlock)),
             (ExitClass::Machine, RunError::Io { path: path(), source: io::Error::from_raw_os_error(EMFILE) }),
             (ExitClass::Machine, RunError::Io { path: path(), source: io::Error::from_raw_os_error(ENFILE) }),
@@ -519,6 +535,21 @@ mod tests {
             assert_eq!(error.exit_class(), class, "{error:?}");
             assert!(!error.hint().is_empty() && !error.hint().ends_with('.'), "{error:?}");
             assert!(!error.to_string().ends_with('.'), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_file_larger_than_it_may_be_is_told_from_a_disk_that_is_full() {
+        let source = || failed(ErrorKind::FileTooLarge);
+        let errors: [RunError; 4] = [
+            RunError::Io { path: path(), source: source() },
+            ModelError::Write { path: path(), source: source() }.into(),
+            TrainError::Write { path: path(), needed_bytes: 1, source: source() }.into(),
+            TelemetryError::Write { path: path(), source: source() }.into(),
+        ];
+        for error in errors {
+            assert_eq!(error.exit_class(), ExitClass::Machine, "{error}");
+            assert!(error.hint().contains("`ulimit -f`"), "{error}: {}", error.hint());
         }
     }
 

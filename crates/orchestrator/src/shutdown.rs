@@ -6,6 +6,21 @@ use std::thread;
 
 use tokio::signal::unix::{SignalKind, signal};
 
+/// Linux's number of the signal that a process gets whose file grows beyond `ulimit -f`.
+const SIGXFSZ: i32 = 25;
+
+/// From now on what is written beyond `ulimit -f` fails with its file's name, as on a full disk, instead of ending the process
+/// without a word.
+///
+/// # Errors
+/// If the signal cannot be caught; it ends the process then.
+pub fn outlive_large_files() -> std::io::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
+    let _context = runtime.enter();
+    // Whether anybody still listens makes no difference to what the signal does.
+    signal(SignalKind::from_raw(SIGXFSZ)).map(drop)
+}
+
 /// Whether someone asked the work to end. Clones share the wish.
 #[derive(Clone, Debug, Default)]
 pub struct Shutdown {
