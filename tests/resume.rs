@@ -6,7 +6,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -19,10 +19,12 @@ use r3_tasks::dataset::Problem;
 use r3_tasks::error::TaskError;
 use r3_tasks::reward::{FailureReason, Reward};
 use r3_telemetry::metrics;
+use r3_train::checkpoint::Checkpoints;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
+use tempfile::TempDir;
 
 /// So many that a killed run is far from its end even on a machine that is slow to kill it.
 const STEPS: u64 = 8;
@@ -531,4 +533,66 @@ fn dynamic_sampling_gives_up_when_no_batch_has_a_signal() {
     assert!(matches!(error, RunError::NoSignal { n_groups: 12, batches: 2 }), "{error}");
     assert_eq!(error.exit_class(), ExitClass::Diverged);
     assert_eq!(reward.n_asked.load(Ordering::Relaxed), 2 * 6 * 4);
+    assert!(!names(&dir.path().join("out")).iter().any(|name| name.starts_with("step-")), "no step was done");
+}
+
+/// Runs until `then` judges, after four steps' worth of rollouts of which every third is right; returns the newest checkpoint.
+fn newest_before(then: f32, changes: &[&str]) -> (TempDir, PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let n_asked = AtomicUsize::new(0);
+    let reward = judge(move |_: &Problem, _: &str| {
+        let n = n_asked.fetch_add(1, Ordering::Relaxed); // A count; it orders nothing.
+        if n < 4 * 6 * 4 { f32::from(u8::from(n.is_multiple_of(3))) } else { then }
+    });
+    let error = in_process(&recipe(dir.path(), changes), Some(reward), false).expect_err("nothing to learn");
+    let is_expected = |error: &RunError| match then.is_nan() {
+        true => matches!(error, RunError::Task(TaskError::EveryRewardFailed { .. })),
+        false => matches!(error, RunError::NoSignal { .. }),
+    };
+    assert!(is_expected(&error), "{error}");
+    let newest = Checkpoints::new(dir.path().join("out"), 1).latest().unwrap().expect("steps were done");
+    (dir, newest)
+}
+
+#[test]
+fn a_run_that_finds_nothing_to_learn_leaves_the_checkpoint_that_its_last_step_would_have_left() {
+    let dynamic = "algorithm={ dapo: { dynamic_sampling: { max_batches: 2 } } }";
+    for (n_in_flight, then) in [(0, 1.0), (3, 1.0), (0, f32::NAN)] {
+        let changes =
+            |save: &'static str| [&IN_FLIGHT[..n_in_flight], &["eval.problems=0", dynamic, save]].concat();
+        let (_asked_dir, asked) = newest_before(then, &changes("run.save_every=1"));
+        let (_dir, found) = newest_before(then, &changes("run.save_every=0"));
+        assert_eq!(found.file_name(), asked.file_name());
+        assert_eq!(names(&found), names(&asked));
+        assert_eq!(names(&found).contains(&"pending.frames".to_owned()), n_in_flight > 0);
+        // The recipes differ, in where they lie and how often they save.
+        let is_state = |name: &String| ["run_state.json", "trainer_state.json"].contains(&name.as_str());
+        for name in names(&found).iter().filter(|name| !is_state(name)) {
+            assert!(fs::read(found.join(name)).unwrap() == fs::read(asked.join(name)).unwrap(), "{name}");
+        }
+        let stood = |dir: &Path| {
+            let text = fs::read_to_string(dir.join("run_state.json")).unwrap();
+            let state: Value = serde_json::from_str(&text).unwrap();
+            ["cursor", "begun"].map(|key| state[key].clone())
+        };
+        assert_eq!(stood(&found), stood(&asked));
+    }
+}
+
+#[test]
+fn a_run_whose_reward_never_returns_leaves_the_steps_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let (release, blocked) = mpsc::channel::<()>();
+    let (blocked, n_asked) = (Mutex::new(blocked), AtomicUsize::new(0));
+    let reward = judge(move |_: &Problem, _: &str| {
+        if n_asked.fetch_add(1, Ordering::Relaxed) >= 6 * 4 {
+            let _ = blocked.lock().unwrap().recv(); // An error, once the test has ended.
+        }
+        1.0
+    });
+    let recipe = recipe(dir.path(), &["eval.problems=0", "run.save_every=0", "ring.deadline_s=1"]);
+    let error = in_process(&recipe, Some(reward), false).expect_err("it is never answered");
+    assert!(matches!(error, RunError::Stalled { .. }), "{error}");
+    assert!(dir.path().join("out/step-000001/trainer_state.json").exists());
+    drop(release);
 }

@@ -18,6 +18,7 @@ use r3_recipe::bytes::Bytes;
 use r3_recipe::recipe::Recipe;
 use r3_recipe::rollout::InFlight;
 use r3_ring::ring::Ring;
+use r3_tasks::error::TaskError;
 use r3_tasks::reward::{Reward, check_step};
 use r3_telemetry::progress::BarKind;
 use r3_telemetry::step_line::step_line;
@@ -34,7 +35,7 @@ use crate::error::{RunError, io_at};
 use crate::group_buffer::{GroupBuffer, check_layers, groups};
 use crate::handle::{Refitted, WorkerHandle};
 use crate::memory::{memory_line, support_line};
-use crate::pending_file;
+use crate::pending_file::{self, Snapshot};
 use crate::prompts::Prompts;
 use crate::record::{StepReport, Timings, set_evaluation, set_model};
 use crate::run_dir::{METRICS, RECIPE, RunDir};
@@ -134,6 +135,14 @@ struct Learned {
 struct Served {
     refit: Refitted,
     seconds: f64,
+}
+
+/// Where sampling stands between two steps.
+struct Stand {
+    /// Prompts given out.
+    cursor: u64,
+    /// What was begun and not trained on.
+    pending: Snapshot,
 }
 
 /// A run between two steps.
@@ -240,9 +249,25 @@ impl<'a> Run<'a> {
         })
     }
 
+    /// Samples the groups of a step. If there are none to train on, the run ends, and the steps before are saved first.
+    fn sample(&mut self) -> Result<Sampled, RunError> {
+        let before = self.stand()?;
+        self.sample_groups().inspect_err(|error| {
+            let goes_on_later = matches!(
+                error,
+                RunError::NoSignal { .. }
+                    | RunError::Task(TaskError::EveryRewardFailed { .. })
+                    | RunError::Stalled { .. }
+            );
+            if goes_on_later && let Some(before) = before {
+                self.save_before_end(&before);
+            }
+        })
+    }
+
     /// Samples a batch of groups into the ring; with dynamic sampling, until enough groups can teach something. With
     /// over-sampling, as many groups as the recipe says are left for the next step.
-    fn sample(&mut self) -> Result<Sampled, RunError> {
+    fn sample_groups(&mut self) -> Result<Sampled, RunError> {
         let began = Instant::now();
         let rollout = &self.recipe.rollout;
         let max_batches = setup::max_batches(self.recipe);
@@ -384,12 +409,35 @@ impl<'a> Run<'a> {
 
     /// Writes a checkpoint, unless this step has one.
     fn save(&mut self) -> Result<(), RunError> {
-        if self.saved_step == Some(self.step) {
-            return Ok(());
+        let stand = self.stand()?;
+        stand.map_or(Ok(()), |stand| self.write(&stand))
+    }
+
+    /// Where sampling stands, unless the step that was just done has a checkpoint or none was done.
+    fn stand(&mut self) -> Result<Option<Stand>, RunError> {
+        if self.saved_step == Some(self.step) || self.step == 0 {
+            return Ok(None);
         }
+        let pending = if self.n_pending > 0 { self.worker.snapshot()? } else { Snapshot::default() };
+        Ok(Some(Stand { cursor: self.prompts.cursor(), pending }))
+    }
+
+    /// Saves the steps that were done, for whoever goes on later. What ends the run matters more than whether that fails.
+    fn save_before_end(&mut self, before: &Stand) {
+        let step = self.step;
+        match self.write(before) {
+            Ok(()) => {
+                self.telemetry.progress().line(&format!("step {step} is saved; --resume goes on from it"))
+            }
+            Err(error) => tracing::warn!("step {step} is not saved: {error}"),
+        }
+    }
+
+    /// Writes a checkpoint of the steps done, after which sampling stood at `stand`.
+    fn write(&mut self, stand: &Stand) -> Result<(), RunError> {
         let start = Instant::now();
-        let pending = self.worker.snapshot()?;
-        let state = RunState::new(self.recipe, self.prompts.cursor(), &pending.begun);
+        let Stand { cursor, pending } = stand;
+        let state = RunState::new(self.recipe, *cursor, &pending.begun);
         let (trainer, companions) = (&self.trainer, &self.companions);
         let policy = trainer.policy();
         let adapter = training::adapter(self.recipe, policy)?;

@@ -165,7 +165,8 @@ pub enum Baseline {
 #[serde(default, deny_unknown_fields)]
 pub struct DynamicSampling {
     /// Batches of `rollout.groups` prompts sampled at most for one batch to train on, the first included: 1 samples
-    /// no others. When they are used up, the step trains on the groups there are; from 2 on, a run without any ends.
+    /// no others. When they are used up, the step trains on the groups there are; from 2 on, a run without any saves the
+    /// steps it has done and ends.
     pub max_batches: usize,
 }
 
