@@ -68,8 +68,13 @@ fn an_interrupted_run_is_saved_and_can_be_resumed() {
 #[test]
 fn an_interrupted_comparison_says_how_to_start_again() {
     let directory = Directory::with_model();
-    let (code, said) = interrupted(&directory, &["compare", "recipe.yaml", "--set", STEPS], " 1/20000 ");
+    directory.done(&["compare", "recipe.yaml"]);
+    let compare = ["compare", "recipe.yaml", "--overwrite", "--set"];
+    assert!(directory.refused(&[&compare[..], &["ring.bytes=1KiB"]].concat()).contains("the ring holds"));
+    assert_eq!(directory.names("run"), ["off", "on", "report.html"], "it is that of the comparison there");
+    let (code, said) = interrupted(&directory, &[&compare[..], &[STEPS]].concat(), " 1/20000 ");
     assert_eq!(code, 130, "{said}");
+    assert_eq!(directory.names("run"), ["off", "on"], "the report was of runs that are gone");
     assert!(said.ends_with("\nhint: start it again with --overwrite\n"), "{said}");
 }
 

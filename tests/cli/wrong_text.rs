@@ -216,6 +216,14 @@ fn a_model_or_a_comparison_is_nothing_to_resume() {
 fn what_is_in_the_way_of_either_half_of_a_comparison_is_said_before_the_first_begins() {
     let directory = Directory::with_model();
     let compare = |out: &str| directory.refused(&["compare", "recipe.yaml", "--set", out]);
+    std::fs::create_dir_all(directory.path("other/report.html")).unwrap();
+    assert_snapshot!(compare("run.out=other"), @"
+    exit 2
+    error: cannot use other/report.html
+      caused by: is a directory
+
+    hint: check that the path exists, is writable and has room
+    ");
     let before = directory.names("model");
     assert_snapshot!(compare("run.out=model"), @"
     exit 2

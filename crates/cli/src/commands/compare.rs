@@ -40,13 +40,17 @@ impl Args {
             }
             error => error.into(),
         })?;
-        output::message(&format!("report: {}\n", compared.report.display()));
+        if let Ok(report) = &compared.report {
+            output::message(&format!("report: {}\n", report.display()));
+        }
         let table = compared.comparison.table();
         if self.json {
             output::message(&table);
-            output::print_json(&compared.comparison)
+            output::print_json(&compared.comparison)?;
         } else {
-            output::print(&table)
+            output::print(&table)?;
         }
+        compared.report?;
+        Ok(())
     }
 }
