@@ -311,7 +311,7 @@ fn unknown_key_hint(path: &str, known: &[&str], elsewhere: &[String]) -> String 
 
 fn wrong_type_hint(path: &str, expected: &str, found: &str) -> String {
     let quoted = found.strip_prefix("the text `").and_then(|text| text.strip_suffix('`'));
-    if expected.contains("number") && quoted.is_some_and(|text| text.parse::<f64>().is_ok()) {
+    if expected.contains("number") && quoted.is_some_and(|text| text.parse().is_ok_and(f64::is_finite)) {
         return "remove the quotes".into();
     }
     match (expected, found) {

@@ -137,6 +137,15 @@ fn a_quoted_number_is_a_text() {
 }
 
 #[test]
+fn a_word_for_no_number_has_no_quotes_to_remove() {
+    for word in ["nan", "inf", "infinity"] {
+        let said = with("3.0e-4", word);
+        assert!(said.contains(&format!("not the text `{word}`")), "{said}");
+        assert!(said.contains("hint: `train.lr`: Learning rate"), "{said}");
+    }
+}
+
+#[test]
 fn a_negative_count_is_refused() {
     assert_snapshot!(with("steps: 40", "steps: -1"), @"
     error: `run.steps` must be a whole number, at least 0, not `-1`
