@@ -2,7 +2,7 @@
 
 use insta::assert_snapshot;
 
-use crate::directory::{Directory, Ended, ended};
+use crate::directory::{Directory, Ended, RECIPE, ended};
 
 #[test]
 fn an_unknown_key() {
@@ -245,6 +245,27 @@ fn what_is_in_the_way_of_either_half_of_a_comparison_is_said_before_the_first_be
     hint: wait for it, stop it, or choose another directory, which --set run.out=DIR sets in a recipe
     ");
     assert_eq!((directory.names("run"), directory.names("run/off")), (vec!["off".to_owned()], earlier));
+}
+
+#[test]
+fn the_recipe_itself_is_in_the_way() {
+    let directory = Directory::with_model();
+    std::fs::create_dir(directory.path("mine")).unwrap();
+    let mine = format!("# Notes.\n{RECIPE}");
+    directory.write("mine/recipe.yaml", &mine);
+    let run = ["run", "mine/recipe.yaml", "--set", "run.out=mine"];
+    let refused = directory.refused(&run);
+    assert_snapshot!(refused, @"
+    exit 2
+    error: mine/recipe.yaml would be written over by the recipe that a run leaves there
+
+    hint: give it another name, or choose another directory with --set run.out=DIR
+    ");
+    for how in ["--overwrite", "--resume"] {
+        assert_eq!(directory.refused(&[&run[..], &[how]].concat()), refused);
+    }
+    assert_eq!(std::fs::read_to_string(directory.path("mine/recipe.yaml")).unwrap(), mine);
+    assert_eq!(directory.names("mine"), ["recipe.yaml"]);
 }
 
 #[test]

@@ -62,6 +62,8 @@ pub enum RunError {
     OutFileBusy { path: PathBuf },
     #[error("{} holds a model already", path.display())]
     WeightsThere { path: PathBuf },
+    #[error("{} would be written over by the recipe that a run leaves there", recipe.display())]
+    RecipeThere { recipe: PathBuf },
     #[error("{} is the directory of a run", path.display())]
     RunThere { path: PathBuf },
     #[error("{} is a checkpoint of a run", path.display())]
@@ -197,15 +199,12 @@ impl RunError {
             Self::SupportsTooLarge { .. } => {
                 "set `rollout.sample_top_k`, to 256 say, or lower `engine.max_running` or `rollout.max_new_tokens`".into()
             }
-            Self::OutTaken { .. } => {
-                "continue it with --resume, discard it with --overwrite, or choose another \
-                 directory with --set run.out=DIR"
-                    .into()
-            }
+            Self::OutTaken { .. } => OUT_TAKEN.into(),
             Self::OutFileTaken { .. } => "replace it with --overwrite, or write to another file".into(),
             Self::OutFileBusy { .. } => "wait for it, stop it, or write to another file".into(),
             Self::WeightsThere { .. } => "choose another directory, or remove that one first".into(),
             Self::RunThere { .. } => RUN_THERE.into(),
+            Self::RecipeThere { .. } => RECIPE_THERE.into(),
             Self::CheckpointThere { .. } => "choose another directory, since the run may be resumed from it".into(),
             Self::PendingStale { .. } => PENDING_STALE.into(),
             Self::OutBusy { .. } => OUT_BUSY.into(),
@@ -266,6 +265,7 @@ impl RunError {
             | Self::OutFileBusy { .. }
             | Self::WeightsThere { .. }
             | Self::RunThere { .. }
+            | Self::RecipeThere { .. }
             | Self::CheckpointThere { .. }
             | Self::PendingStale { .. }
             | Self::ModelOverwritten { .. }
@@ -371,8 +371,10 @@ const FOREIGN_REFERENCE: &str =
 const MODEL_TO_RESUME: &str = "name the directory of a run as `run.out`, or start a run from the model with `model.path`, without --resume";
 const PENDING_STALE: &str =
     "resume with the bound that the run had, which its `recipe.yaml` says, or a higher one";
+const RECIPE_THERE: &str = "give it another name, or choose another directory with --set run.out=DIR";
 const RUN_THERE: &str = "choose another directory, or one inside it: whoever names the run would get this model instead of its newest \
                          checkpoint";
+const OUT_TAKEN: &str = "continue it with --resume, discard it with --overwrite, or choose another directory with --set run.out=DIR";
 const OUT_BUSY: &str =
     "wait for it, stop it, or choose another directory, which --set run.out=DIR sets in a recipe";
 const UNFINISHED: &str = "start it again, which samples all of them, or keep those under another name";
@@ -443,6 +445,7 @@ mod tests {
             (ExitClass::Usage, RunError::OutFileBusy { path: path() }),
             (ExitClass::Usage, RunError::WeightsThere { path: path() }),
             (ExitClass::Usage, RunError::RunThere { path: path() }),
+            (ExitClass::Usage, RunError::RecipeThere { recipe: path() }),
             (ExitClass::Usage, RunError::CheckpointThere { path: path() }),
             (ExitClass::Usage, RunError::PendingStale { group: 1, staleness: 2, max_staleness: 1 }),
             (ExitClass::Usage, RunError::ModelOverwritten { model: path(), path: path() }),

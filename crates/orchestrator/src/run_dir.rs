@@ -113,9 +113,10 @@ impl RunDir {
     /// Locks the directory of a run that begins. A model there would be taken for its newest checkpoint.
     ///
     /// # Errors
-    /// As [`Self::lock`], or if `path` holds a model, and is left as it is.
+    /// As [`Self::lock`], or if `path` holds a model, or a recipe that no run wrote, and is left as it is.
     pub(crate) fn lock_new(path: &Path) -> Result<Self, RunError> {
         refuse_model(path)?;
+        refuse_recipe(path)?;
         let dir = Self::take(path)?;
         refuse_model(path)?;
         dir.mark(b"")?;
@@ -128,6 +129,7 @@ impl RunDir {
     /// # Errors
     /// As [`Self::lock`], or if no run was ever begun in `path`, which is left as it is.
     pub(crate) fn lock_again(path: &Path) -> Result<Self, RunError> {
+        refuse_recipe(path)?;
         let is_run = is_taken(path)?;
         if !is_run && path.join("config.json").exists() {
             return Err(RunError::ModelToResume { path: path.to_path_buf() });
@@ -265,6 +267,16 @@ fn refuse_model(path: &Path) -> Result<(), RunError> {
     Ok(())
 }
 
+/// Refuses a directory with nothing of a run but a recipe: somebody wrote it, and a run would write over it.
+fn refuse_recipe(path: &Path) -> Result<(), RunError> {
+    let recipe = path.join(RECIPE);
+    let is_alone = ![LOCK, METRICS].iter().any(|name| path.join(name).exists());
+    if recipe.exists() && is_alone && checkpoints(path)?.is_empty() {
+        return Err(RunError::RecipeThere { recipe });
+    }
+    Ok(())
+}
+
 /// Whether a run left anything in `path`.
 fn is_taken(path: &Path) -> Result<bool, RunError> {
     Ok([METRICS, RECIPE].iter().any(|name| path.join(name).exists()) || !checkpoints(path)?.is_empty())
@@ -378,6 +390,21 @@ mod tests {
             lock.iter().for_each(|lock| fs::write(dir.path().join(LOCK), lock).unwrap());
             assert!(matches!(RunDir::lock_again(dir.path()), Err(RunError::ModelToResume { .. })));
             assert!(matches!(RunDir::lock_new(dir.path()), Err(RunError::WeightsThere { .. })));
+        }
+    }
+
+    #[test]
+    fn a_recipe_that_no_run_wrote_is_not_written_over() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join(RECIPE), "# notes").unwrap();
+        for begin in [RunDir::lock_new, RunDir::lock_again] {
+            assert!(matches!(begin(dir.path()), Err(RunError::RecipeThere { .. })));
+            assert_eq!(names(dir.path()), [RECIPE]);
+        }
+        for left in [LOCK, METRICS] {
+            fs::write(dir.path().join(left), "").unwrap();
+            RunDir::lock_again(dir.path()).expect("a run was here");
+            fs::remove_file(dir.path().join(left)).unwrap();
         }
     }
 
