@@ -426,9 +426,10 @@ impl<'a> Run<'a> {
     fn save_before_end(&mut self, before: &Stand) {
         let step = self.step;
         match self.write(before) {
-            Ok(()) => {
-                self.telemetry.progress().line(&format!("step {step} is saved; --resume goes on from it"))
-            }
+            Ok(()) => self
+                .telemetry
+                .progress()
+                .line(&format!("step {step} is saved; `r3 run --resume` goes on from it")),
             Err(error) => tracing::warn!("step {step} is not saved: {error}"),
         }
     }
