@@ -241,7 +241,7 @@ impl RunError {
             Self::ReplayLayers { .. } => "check which model the routes are of".into(),
             Self::NoSignal { .. } => {
                 "the task is too hard or too easy for this policy: change the task, raise \
-                 `rollout.group_size`, or warm-start the policy with `r3 sft`"
+                 `rollout.group_size` or `max_batches`, or warm-start the policy with `r3 sft`"
                     .into()
             }
             Self::Interrupted { .. } => "continue with --resume".into(),
