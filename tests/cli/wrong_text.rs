@@ -325,6 +325,18 @@ fn a_resumed_run_keeps_its_seed_and_names_what_changed() {
 }
 
 #[test]
+fn a_run_that_is_done_says_so_when_it_is_resumed() {
+    let directory = Directory::with_model();
+    directory.done(&["run", "recipe.yaml"]);
+    let before = directory.names("run");
+    let resumed = directory.r3(&["run", "recipe.yaml", "--resume"]);
+    assert_eq!(resumed.code, 0, "{}", resumed.stderr);
+    let said = "step 2 is done, and `run.steps` is 2: nothing is left to do\n";
+    assert!(resumed.stderr.ends_with(said), "{}", resumed.stderr);
+    assert_eq!(directory.names("run"), before);
+}
+
+#[test]
 fn a_comparison_is_in_the_way() {
     let directory = Directory::with_model();
     directory.done(&["compare", "recipe.yaml"]);

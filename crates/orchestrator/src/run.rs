@@ -85,6 +85,7 @@ pub(crate) fn run_in(dir: RunDir, recipe: &Recipe, options: &RunOptions) -> Resu
     with_deep_stack(|| {
         let mut run = Run::start(dir, recipe, options)?;
         run.evaluate_at_start()?;
+        run.say_if_done();
         while run.step < recipe.run.steps {
             let sampled = run.sample()?; // prompts -> rollouts -> rewards -> ring
             let learned = run.learn()?; // ring -> groups -> batch -> replayed forward, loss, optimiser
@@ -374,6 +375,15 @@ impl<'a> Run<'a> {
             self.save()?;
         }
         Ok(())
+    }
+
+    /// Says why a run that is resumed after its last step does nothing.
+    fn say_if_done(&self) {
+        let (step, steps) = (self.step, self.recipe.run.steps);
+        if step >= steps {
+            let line = format!("step {step} is done, and `run.steps` is {steps}: nothing is left to do");
+            self.telemetry.progress().line(&line);
+        }
     }
 
     /// Measures the policy a new run starts from, as the record of step 0.
