@@ -325,6 +325,20 @@ fn a_resumed_run_keeps_its_seed_and_names_what_changed() {
 }
 
 #[test]
+fn a_checkpoint_without_its_state_is_damaged() {
+    let directory = Directory::with_model();
+    directory.done(&["run", "recipe.yaml"]);
+    std::fs::remove_file(directory.path("run/step-000002/run_state.json")).unwrap();
+    assert_snapshot!(directory.refused(&["run", "recipe.yaml", "--resume"]), @"
+    exit 2
+    error: cannot use run/step-000002/run_state.json
+      caused by: No such file or directory (os error 2)
+
+    hint: the checkpoint is damaged: remove it and resume from an earlier one
+    ");
+}
+
+#[test]
 fn a_run_that_is_done_says_so_when_it_is_resumed() {
     let directory = Directory::with_model();
     directory.done(&["run", "recipe.yaml"]);

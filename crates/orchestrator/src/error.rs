@@ -17,7 +17,8 @@ use r3_telemetry::error::TelemetryError;
 use r3_train::error::TrainError;
 use r3_wire::error::WireError;
 
-use crate::run_state::Change;
+use crate::pending_file::FILE as PENDING;
+use crate::run_state::{Change, FILE as STATE};
 
 /// What stopped a run or kept it from starting.
 #[derive(Debug, thiserror::Error)]
@@ -225,12 +226,12 @@ impl RunError {
                     "set `{key}` back to {then}, or start a new run from the checkpoint with `model.path`"
                 )
             }
-            Self::Io { source, .. } => io_hint(source).into(),
+            Self::Io { path, source } => io_hint(path, source).into(),
             Self::PendingPrompt { .. } => {
                 "resume with the problems that the run was started with, or start a new run".into()
             }
             Self::RunState { .. } | Self::PendingFrame { .. } | Self::PendingGroup { .. } => {
-                "the checkpoint is damaged: remove it and resume from an earlier one".into()
+                DAMAGED.into()
             }
             Self::Stalled { .. } => {
                 "a reward may never return, or the machine is too slow for `ring.deadline_s`".into()
@@ -357,8 +358,10 @@ fn is_out_of_files(error: &io::Error) -> bool {
     error.raw_os_error().is_some_and(|code| [ENFILE, EMFILE].contains(&code))
 }
 
-fn io_hint(error: &io::Error) -> &'static str {
+fn io_hint(path: &Path, error: &io::Error) -> &'static str {
+    let is_of_checkpoint = path.file_name().is_some_and(|name| name == STATE || name == PENDING);
     match error.kind() {
+        ErrorKind::NotFound if is_of_checkpoint => DAMAGED,
         _ if is_out_of_files(error) => "raise `ulimit -n`, or end what holds files open",
         ErrorKind::WouldBlock | ErrorKind::OutOfMemory => "raise `ulimit -u` and `ulimit -v`, or free memory",
         _ => "check that the path exists, is writable and has room",
@@ -371,6 +374,7 @@ const FOREIGN_REFERENCE: &str =
 const MODEL_TO_RESUME: &str = "name the directory of a run as `run.out`, or start a run from the model with `model.path`, without --resume";
 const PENDING_STALE: &str =
     "resume with the bound that the run had, which its `recipe.yaml` says, or a higher one";
+const DAMAGED: &str = "the checkpoint is damaged: remove it and resume from an earlier one";
 const RECIPE_THERE: &str = "give it another name, or choose another directory with --set run.out=DIR";
 const RUN_THERE: &str = "choose another directory, or one inside it: whoever names the run would get this model instead of its newest \
                          checkpoint";

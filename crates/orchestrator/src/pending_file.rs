@@ -17,7 +17,8 @@ use crate::error::{RunError, io_at};
 use crate::pending::{Origin, Pending, Scored};
 use crate::prompts::Prompts;
 
-const FILE: &str = "pending.frames";
+/// Of a checkpoint.
+pub(crate) const FILE: &str = "pending.frames";
 
 /// What a checkpoint keeps of the groups that were begun and not trained on.
 #[derive(Clone, Debug, Default)]

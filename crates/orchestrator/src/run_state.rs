@@ -11,7 +11,8 @@ use serde_json::Value;
 
 use crate::error::{RunError, io_at};
 
-const FILE: &str = "run_state.json";
+/// Of a checkpoint.
+pub(crate) const FILE: &str = "run_state.json";
 
 /// Keys that no resumed run may change: they decide what a prompt's number, a sample's key and the optimiser's state stand
 /// for.
