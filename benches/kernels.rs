@@ -13,7 +13,7 @@ use r3_kernels::gemm::linear::Linear;
 use r3_kernels::gemm::{Dtype, PackedMatrix, matmul};
 use r3_kernels::huge_pages::HugePages;
 use r3_kernels::lm_head::gradient::HeadGradient;
-use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
+use r3_kernels::lm_head::{Head, PlainHead, Scores, Targets, head_logprobs};
 use r3_kernels::logprob::chosen_logprobs;
 use r3_kernels::router::{Choice, RouterConfig, Routing, choose, gates};
 use r3_kernels::weight_gradient::WeightGradient;
@@ -96,11 +96,10 @@ fn experts(c: &mut Criterion) {
     let (mut gate_up_grad, mut down_grad) = (vec![0.0; gate_up.len()], vec![0.0; down.len()]);
     for dtype in DTYPES {
         let (mut trace, mut y) = (ExpertTrace::default(), vec![0.0; 512 * width]);
-        let packed = Experts::pack(&gate_up, &down, DIMS, dtype);
-        trace.forward(&x, Routed { choice: &choice, gates: &weights }, &packed, &mut y);
         let (gate_up, down) = (&gate_up[..], &down[..]);
         let (x, gates, lengths) = (&x[..], &weights[..], &[512][..]);
         let operands = ExpertOperands { x, gates, gate_up, down, width, inter, dtype, lengths };
+        trace.forward(&operands, None, &choice, &mut y);
         group.bench_function(format!("{dtype}/backward/512"), |b| {
             b.iter(|| {
                 let (x, gates) = (&mut x_grad[..], &mut gates_grad[..]);
@@ -177,20 +176,20 @@ fn logprob(c: &mut Criterion) {
     }
     let (t, width, vocab) = (64, 256, 2048);
     let (hidden, weight, ids) = (noise(t * width), noise(vocab * width), vec![1; t]);
-    let packed = PackedMatrix::pack(&weight, vocab, width, Dtype::F32);
+    let head = PlainHead { weight: &weight, width, dtype: Dtype::F32 };
     let targets = Targets { ids: &ids, temperature: 1.0, kept: None };
     let (mut logprobs, mut entropies, mut target_logits) = (vec![0.0; t], vec![0.0; t], vec![0.0; t]);
     group.bench_function(format!("head/{t}x{width}x{vocab}"), |b| {
         b.iter(|| {
             let (logprobs, entropies) = (&mut logprobs[..], &mut entropies[..]);
             let scores = Scores { logprobs, entropies, target_logits: &mut target_logits };
-            head_logprobs(black_box(&hidden), &packed, targets, scores);
+            head_logprobs(black_box(&hidden), Head::Plain(head), targets, scores);
         });
     });
-    let (hidden, weight, packed) = (&hidden[..], &weight[..], &packed);
+    let hidden = &hidden[..];
     let (logprobs, entropies, target_logits) = (&logprobs[..], &entropies[..], &target_logits[..]);
     let lengths = &[t];
-    let head = HeadGradient { hidden, weight, packed, targets, logprobs, entropies, target_logits, lengths };
+    let head = HeadGradient { hidden, head, targets, logprobs, entropies, target_logits, lengths };
     let (pull, mut hidden_grad, mut weight_grad) =
         (vec![1.0; t], vec![0.0; t * width], vec![0.0; vocab * width]);
     group.bench_function(format!("head_backward/{t}x{width}x{vocab}"), |b| {

@@ -50,22 +50,6 @@ impl Experts {
         Self { dims, gate_up: pack(gate_up, 2 * inter, width), down: pack(down, width, inter) }
     }
 
-    /// Replaces all gate and up weights by `gate_up` `[E, 2 I, D]`, without allocating.
-    ///
-    /// # Panics
-    /// If the shape does not fit.
-    pub fn repack_gate_up(&mut self, gate_up: &[f32]) {
-        repack(&mut self.gate_up, gate_up);
-    }
-
-    /// Replaces all down weights by `down` `[E, D, I]`, without allocating.
-    ///
-    /// # Panics
-    /// If the shape does not fit.
-    pub fn repack_down(&mut self, down: &[f32]) {
-        repack(&mut self.down, down);
-    }
-
     /// Gate and up weights of `expert`, `[2 I, D]`.
     #[must_use]
     pub fn gate_up(&self, expert: usize) -> &PackedMatrix {
@@ -97,30 +81,22 @@ impl Experts {
     }
 }
 
-/// Packs `w` `[count, n, k]` as `count` matrices.
+/// Packs `w` `[count, n, k]` as `count` matrices. One alone may not be worth another thread: they go side by side if there is
+/// one for every thread.
 fn pack(w: &[f32], (count, n, k): (usize, usize, usize), dtype: Dtype) -> Vec<PackedMatrix> {
     let mut packed: Vec<Option<PackedMatrix>> = vec![None; count];
-    // Their memory, too, is got and touched on all threads.
-    each(&mut packed, w, |packed, w| *packed = Some(PackedMatrix::pack(w, n, k, dtype)));
-    packed.into_iter().flatten().collect()
-}
-
-fn repack(matrices: &mut [PackedMatrix], w: &[f32]) {
-    let len = matrices[0].n() * matrices[0].k();
-    assert_eq!(w.len(), matrices.len() * len, "weights must keep their shape");
-    each(matrices, w, PackedMatrix::repack);
-}
-
-/// Calls `pack` with every expert and its share of `w`. One alone may not be worth another thread: they go side by side if
-/// there is one for every thread.
-fn each<P: Send>(experts: &mut [P], w: &[f32], pack: impl Fn(&mut P, &[f32]) + Sync + Send) {
-    let len = w.len() / experts.len();
-    if experts.len() < team::n_threads() {
-        return experts.iter_mut().zip(w.chunks_exact(len)).for_each(|(expert, w)| pack(expert, w));
+    let pack = |first: usize, packed: &mut [Option<PackedMatrix>]| {
+        for (packed, w) in packed.iter_mut().zip(w[first * n * k..].chunks_exact(n * k)) {
+            *packed = Some(PackedMatrix::pack(w, n, k, dtype));
+        }
+    };
+    if count < team::n_threads() {
+        pack(0, &mut packed);
+    } else {
+        // Their memory, too, is got and touched on all threads.
+        parallel::for_rows(&mut packed, 1, PackedMatrix::PACK_WORK * n * k, pack);
     }
-    parallel::for_rows(experts, 1, PackedMatrix::PACK_WORK * len, |first, experts| {
-        experts.iter_mut().zip(w[first * len..].chunks_exact(len)).for_each(|(expert, w)| pack(expert, w));
-    });
+    packed.into_iter().flatten().collect()
 }
 
 /// Where tokens go and how much each expert's answer counts.

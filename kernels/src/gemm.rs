@@ -18,6 +18,7 @@ use crate::scratch::Scratch;
 pub(crate) mod gradient;
 mod kernel;
 pub mod linear;
+mod pack;
 
 use kernel::{Job, LANES, Line, Tile};
 
@@ -58,7 +59,7 @@ enum Panels {
 
 impl PackedMatrix {
     /// Multiply-adds that packing an element takes, about.
-    pub(crate) const PACK_WORK: usize = 16;
+    pub(crate) const PACK_WORK: usize = 4;
 
     /// Packs `w`, row-major `[n, k]`.
     ///
@@ -78,25 +79,32 @@ impl PackedMatrix {
         packed
     }
 
-    /// Replaces the matrix by `w` of the same shape, without allocating.
+    /// Replaces the matrix by `w`, `[N, K]` with any `N`; allocates only if that is larger than it ever was.
     ///
     /// # Panics
-    /// If `w` is not `[N, K]`.
+    /// If `w` has no rows, or they are not of `K`.
     pub fn repack(&mut self, w: &[f32]) {
-        let (n, k) = (self.n, self.k);
-        assert_eq!(w.len(), n * k, "weights must stay [{n}, {k}]");
+        let k = self.k;
+        assert!(
+            !w.is_empty() && w.len().is_multiple_of(k),
+            "a packed matrix has at least one row, of {k} columns"
+        );
+        self.n = w.len() / k;
+        let n_panels = self.n.div_ceil(LANES);
         match &mut self.panels {
             Panels::F32(lines) => {
+                lines.resize(n_panels * k, Line::default());
                 parallel::for_rows(lines, k, LANES * k * Self::PACK_WORK, |first, lines| {
                     for (i, panel) in lines.chunks_exact_mut(k).enumerate() {
-                        kernel::pack_f32(panel_rows(w, k, first + i), k, panel);
+                        pack::pack_f32(panel_rows(w, k, first + i), k, panel);
                     }
                 })
             }
             Panels::Bf16(lines) => {
+                lines.resize(n_panels * k.div_ceil(2), Line::default());
                 parallel::for_rows(lines, k.div_ceil(2), LANES * k * Self::PACK_WORK, |first, lines| {
                     for (i, panel) in lines.chunks_exact_mut(k.div_ceil(2)).enumerate() {
-                        kernel::pack_bf16(panel_rows(w, k, first + i), k, panel);
+                        pack::pack_bf16(panel_rows(w, k, first + i), k, panel);
                     }
                 })
             }
@@ -118,7 +126,7 @@ impl PackedMatrix {
                 }
             }
             Panels::Bf16(lines) => {
-                kernel::unpack_bf16(&lines[panel * self.k.div_ceil(2)..][..self.k.div_ceil(2)], lane, out);
+                pack::unpack_bf16(&lines[panel * self.k.div_ceil(2)..][..self.k.div_ceil(2)], lane, out);
             }
         }
     }

@@ -63,6 +63,21 @@ pub(crate) trait Lanes: Copy {
     fn mul(self, b: Self) -> Self;
     /// Sixteen pairs of bf16, widened: low halves, then high halves.
     fn widen(pairs: &[u32; 16]) -> (Self, Self);
+    /// The lanes of both in turns: those of their lower halves, then those of their higher halves.
+    fn zip(self, b: Self) -> (Self, Self);
+}
+
+/// A square of 16 by 16, its rows as columns: in four rounds, each of which shuffles all 256 elements as two halves of a
+/// pack of cards are. Elements are moved and not looked at, so they may be any four bytes.
+#[inline(always)]
+pub(crate) fn transposed<I: Isa>(mut rows: [I::Lanes; 16]) -> [I::Lanes; 16] {
+    for _ in 0..4 {
+        let halves = rows;
+        for i in 0..8 {
+            (rows[2 * i], rows[2 * i + 1]) = halves[i].zip(halves[i + 8]);
+        }
+    }
+    rows
 }
 
 /// At most sixteen elements, and zeros after them: what is left of a row, as whole lanes.
@@ -237,6 +252,12 @@ impl Lanes for [f32; 16] {
     fn widen(pairs: &[u32; 16]) -> (Self, Self) {
         (pairs.map(|pair| unpair(pair)[0]), pairs.map(|pair| unpair(pair)[1]))
     }
+
+    #[inline(always)]
+    fn zip(self, b: Self) -> (Self, Self) {
+        let lane = |i: usize| if i.is_multiple_of(2) { self[i / 2] } else { b[i / 2] };
+        (std::array::from_fn(lane), std::array::from_fn(|i| lane(i + 16)))
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -247,10 +268,11 @@ pub(crate) use x86::{Avx2, Avx512};
 mod x86 {
     use std::arch::x86_64::{
         __m256, __m512, __m512i, _mm256_add_ps, _mm256_and_si256, _mm256_castsi256_ps, _mm256_fmadd_ps,
-        _mm256_loadu_ps, _mm256_loadu_si256, _mm256_mul_ps, _mm256_set1_epi32, _mm256_set1_ps,
-        _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_ps, _mm512_add_ps, _mm512_and_si512,
-        _mm512_castsi512_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mul_ps,
-        _mm512_set1_epi32, _mm512_set1_ps, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
+        _mm256_loadu_ps, _mm256_loadu_si256, _mm256_mul_ps, _mm256_permute2f128_ps, _mm256_set1_epi32,
+        _mm256_set1_ps, _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_ps, _mm256_unpackhi_ps,
+        _mm256_unpacklo_ps, _mm512_add_ps, _mm512_and_si512, _mm512_castsi512_ps, _mm512_fmadd_ps,
+        _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mul_ps, _mm512_permutex2var_ps, _mm512_set1_epi32,
+        _mm512_set1_ps, _mm512_setr_epi32, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
     };
 
     use super::{Isa, Lanes};
@@ -326,6 +348,20 @@ mod x86 {
             // SAFETY: as above.
             (unsafe { _mm512_castsi512_ps(low) }, unsafe { _mm512_castsi512_ps(high) })
         }
+
+        #[inline(always)]
+        fn zip(self, b: Self) -> (Self, Self) {
+            // Lane `i` of the first operand, or `i - 16` of the second.
+            // SAFETY: AVX-512 exists where this runs.
+            let low = unsafe { _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23) };
+            // SAFETY: as above.
+            let high =
+                unsafe { _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31) };
+            // SAFETY: as above.
+            (unsafe { _mm512_permutex2var_ps(self, low, b) }, unsafe {
+                _mm512_permutex2var_ps(self, high, b)
+            })
+        }
     }
 
     /// AVX2 and FMA.
@@ -396,6 +432,25 @@ mod x86 {
             let ((low_0, high_0), (low_1, high_1)) = (widen_half(&halves[0]), widen_half(&halves[1]));
             ([low_0, low_1], [high_0, high_1])
         }
+
+        #[inline(always)]
+        fn zip(self, b: Self) -> (Self, Self) {
+            (zip_half(self[0], b[0]), zip_half(self[1], b[1]))
+        }
+    }
+
+    /// The lanes of both in turns.
+    #[inline(always)]
+    fn zip_half(a: __m256, b: __m256) -> [__m256; 2] {
+        // Both of these work on 128 bits at a time.
+        // SAFETY: only `Avx2` calls this, so AVX2 exists where it runs.
+        let low = unsafe { _mm256_unpacklo_ps(a, b) };
+        // SAFETY: as above.
+        let high = unsafe { _mm256_unpackhi_ps(a, b) };
+        // SAFETY: as above.
+        [unsafe { _mm256_permute2f128_ps::<0x20>(low, high) }, unsafe {
+            _mm256_permute2f128_ps::<0x31>(low, high)
+        }]
     }
 
     /// Eight pairs of bf16, widened.
@@ -437,6 +492,40 @@ mod tests {
         let (low, high) = widened(&pairs);
         assert_eq!(low, std::array::from_fn(|i| i as f32));
         assert_eq!(high, std::array::from_fn(|i| i as f32 * -2.0));
+    }
+
+    multiversion! {
+        fn square(rows: &[[f32; 16]; 16]) -> [[f32; 16]; 16] = square_body;
+    }
+
+    #[inline(always)]
+    fn square_body<I: Isa>(rows: &[[f32; 16]; 16]) -> [[f32; 16]; 16] {
+        let (mut lanes, mut columns) = ([I::Lanes::splat(0.0); 16], [[0.0; 16]; 16]);
+        for (lanes, row) in lanes.iter_mut().zip(rows) {
+            *lanes = I::Lanes::load(row);
+        }
+        for (column, lanes) in columns.iter_mut().zip(transposed::<I>(lanes)) {
+            lanes.store(column);
+        }
+        columns
+    }
+
+    #[test]
+    fn a_square_is_transposed_whatever_its_bytes_are() {
+        // Among them are NaN that arithmetic would quieten, and pairs of bf16 that are no numbers.
+        let bits = |row: usize, column: usize| 0x7f80_0001 ^ (row as u32 * 0x0101_0000) ^ column as u32;
+        let rows = std::array::from_fn(|r| std::array::from_fn(|c| f32::from_bits(bits(r, c))));
+        let mut found = vec![square(&rows), square_body::<Baseline>(&rows)];
+        #[cfg(target_arch = "x86_64")]
+        if level() != Level::Baseline {
+            found.push(square_body::<Avx2>(&rows));
+        }
+        for columns in found {
+            for (c, column) in columns.iter().enumerate() {
+                let expected: [u32; 16] = std::array::from_fn(|r| bits(r, c));
+                assert_eq!(column.map(f32::to_bits), expected);
+            }
+        }
     }
 
     multiversion! {

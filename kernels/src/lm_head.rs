@@ -9,7 +9,7 @@
 
 use std::ops::Range;
 
-use crate::gemm::{self, PackedMatrix};
+use crate::gemm::{self, Dtype, PackedMatrix};
 use crate::isa::{Isa, multiversion};
 use crate::logprob::{BLOCK, BlockSums, Distribution, EXP_WORK, inverse};
 use crate::parallel::{self, Disjoint};
@@ -26,6 +26,92 @@ use kept::{Kept, KeptRows};
 const MAX_ROWS: usize = 1024;
 /// Rows of a tile: its logits and their weights share the second-level cache.
 const TILE_ROWS: usize = 64;
+
+/// The weight of a head, `W` `[V, D]`.
+#[derive(Clone, Copy, Debug)]
+pub enum Head<'a> {
+    /// Packed once and for all.
+    Packed(&'a PackedMatrix),
+    /// Row-major: every block of the vocabulary is packed when its turn comes.
+    Plain(PlainHead<'a>),
+}
+
+/// A row-major head.
+#[derive(Clone, Copy, Debug)]
+pub struct PlainHead<'a> {
+    /// `[V, D]`.
+    pub weight: &'a [f32],
+    /// `D`.
+    pub width: usize,
+    /// What both operands of a product are rounded to.
+    pub dtype: Dtype,
+}
+
+impl Head<'_> {
+    /// `V` and `D`.
+    fn shape(&self) -> (usize, usize) {
+        match self {
+            Self::Packed(packed) => (packed.n(), packed.k()),
+            Self::Plain(plain) => (plain.vocab(), plain.width),
+        }
+    }
+
+    fn dtype(&self) -> Dtype {
+        match self {
+            Self::Packed(packed) => packed.dtype(),
+            Self::Plain(plain) => plain.dtype,
+        }
+    }
+
+    /// Calls `each` with all blocks, in order: at once if they are packed, else one by one.
+    fn for_blocks(&self, mut each: impl FnMut(Blocks<'_>)) {
+        match *self {
+            Self::Packed(packed) => each(Blocks { packed, first: 0, end: packed.n().div_ceil(BLOCK) }),
+            Self::Plain(plain) => plain.for_blocks(each),
+        }
+    }
+}
+
+impl<'a> PlainHead<'a> {
+    fn vocab(&self) -> usize {
+        self.weight.len() / self.width
+    }
+
+    /// The rows of `block`.
+    fn block(&self, block: usize) -> &'a [f32] {
+        let columns = block_columns(block, self.vocab());
+        &self.weight[columns.start * self.width..columns.end * self.width]
+    }
+
+    /// Calls `each` with one block after the other, packed into the same memory.
+    fn for_blocks(&self, mut each: impl FnMut(Blocks<'_>)) {
+        let first = self.block(0);
+        let mut packed = PackedMatrix::pack(first, first.len() / self.width, self.width, self.dtype);
+        for block in 0..self.vocab().div_ceil(BLOCK) {
+            if block > 0 {
+                packed.repack(self.block(block));
+            }
+            each(Blocks { packed: &packed, first: block, end: block + 1 });
+        }
+    }
+}
+
+/// Some blocks of the vocabulary, packed.
+#[derive(Clone, Copy)]
+struct Blocks<'a> {
+    /// The rows of the head from those of block `first` on.
+    packed: &'a PackedMatrix,
+    first: usize,
+    end: usize,
+}
+
+impl Blocks<'_> {
+    /// Tokens of block `block`, one of these, of a vocabulary of `vocab`, as columns of what is packed.
+    fn columns(&self, block: usize, vocab: usize) -> Range<usize> {
+        let columns = block_columns(block, vocab);
+        columns.start - self.first * BLOCK..columns.end - self.first * BLOCK
+    }
+}
 
 /// The tokens that are scored, and how.
 #[derive(Clone, Copy, Debug)]
@@ -49,13 +135,13 @@ pub struct Scores<'a> {
 }
 
 /// Scores each row of `hidden` `[T, D]` under `softmax(hidden Wᵀ / temperature)`, `W` being `head` `[V, D]`, over the
-/// tokens that the row keeps.
+/// tokens that the row keeps. How the head is held does not show.
 ///
 /// # Panics
 /// If the shapes do not fit, a target is not below `V`, a kept set is not ascending or lacks its target, or the
 /// temperature is not positive and finite.
-pub fn head_logprobs(hidden: &[f32], head: &PackedMatrix, targets: Targets<'_>, scores: Scores<'_>) {
-    let (n_rows, width, vocab) = (targets.ids.len(), head.k(), head.n());
+pub fn head_logprobs(hidden: &[f32], head: Head<'_>, targets: Targets<'_>, scores: Scores<'_>) {
+    let (n_rows, (vocab, width)) = (targets.ids.len(), head.shape());
     let Scores { logprobs, entropies, target_logits } = scores;
     assert_eq!(hidden.len(), n_rows * width, "hidden states are [{n_rows}, {width}]");
     assert_eq!((logprobs.len(), entropies.len(), target_logits.len()), (n_rows, n_rows, n_rows));
@@ -71,8 +157,12 @@ pub fn head_logprobs(hidden: &[f32], head: &PackedMatrix, targets: Targets<'_>, 
         let x =
             gemm::rows_in(head.dtype(), &hidden[rows.start * width..rows.end * width], width, &mut rounded);
         let ids = &targets.ids[rows.clone()];
-        let run = Run { rows: rows.clone(), ids, kept: &kept, scale };
-        let tiles = run.tiles(x, head, &mut kept_logits);
+        let run = Run { rows: rows.clone(), ids, kept: &kept, scale, vocab };
+        let mut tiles = vec![RowTile::default(); vocab.div_ceil(BLOCK) * ids.len()];
+        head.for_blocks(|blocks| {
+            let tiles = &mut tiles[blocks.first * ids.len()..blocks.end * ids.len()];
+            run.fill(x, blocks, tiles, &mut kept_logits);
+        });
         for (i, t) in rows.enumerate() {
             let distribution = match kept.range(t) {
                 all if all.is_empty() => {
@@ -106,26 +196,27 @@ struct Run<'a> {
     /// Of all rows.
     kept: &'a KeptRows<'a>,
     scale: f32,
+    vocab: usize,
 }
 
 impl Run<'_> {
-    /// Every row of every block, `[V/1024, rows]`. The logits that rows keep go to `kept_logits`, which is of all rows.
-    fn tiles(&self, x: gemm::Rows<'_>, head: &PackedMatrix, kept_logits: &mut [f32]) -> Vec<RowTile> {
-        let (n_rows, n_blocks) = (self.ids.len(), head.n().div_ceil(BLOCK));
-        let work = n_rows * head.n() * (head.k() + EXP_WORK);
+    /// Every row of each of `blocks`, `[blocks, rows]`. The logits that rows keep go to `kept_logits`, which is of all rows.
+    fn fill(&self, x: gemm::Rows<'_>, blocks: Blocks<'_>, tiles: &mut [RowTile], kept_logits: &mut [f32]) {
+        let (n_rows, n_blocks, packed) = (self.ids.len(), blocks.end - blocks.first, blocks.packed);
+        let work = n_rows * packed.n() * (packed.k() + EXP_WORK);
         let n_runs = parallel::task_count(work).div_ceil(n_blocks).max(n_rows.div_ceil(TILE_ROWS));
         let run_rows = n_rows.div_ceil(n_runs).next_multiple_of(8);
         let n_runs = n_rows.div_ceil(run_rows);
-        let mut tiles = vec![RowTile::default(); n_blocks * n_rows];
-        let (parts, kept_parts) = (Disjoint::new(&mut tiles), Disjoint::new(kept_logits));
+        let (parts, kept_parts) = (Disjoint::new(tiles), Disjoint::new(kept_logits));
         parallel::for_each(n_blocks * n_runs, work, |task| {
             let (block, first) = (task / n_runs, task % n_runs * run_rows);
             let rows = first..n_rows.min(first + run_rows);
-            let columns = block_columns(block, head.n());
+            let columns = block_columns(blocks.first + block, self.vocab);
+            let here = blocks.columns(blocks.first + block, self.vocab);
             // SAFETY: tasks are distinct pairs of a block and a run of rows, and this range belongs to one such pair.
             let tiles = unsafe { parts.part(block * n_rows + rows.start..block * n_rows + rows.end) };
             let mut logits = Scratch::<f32>::take(rows.len() * columns.len());
-            gemm::multiply_columns(x.narrow(rows.clone(), head.k()), head, columns.clone(), &mut logits);
+            gemm::multiply_columns(x.narrow(rows.clone(), packed.k()), packed, here, &mut logits);
             for ((logits, tile), i) in logits.chunks_exact(columns.len()).zip(tiles).zip(rows) {
                 let (t, target) = (self.rows.start + i, self.ids[i] as usize);
                 if columns.contains(&target) {
@@ -143,7 +234,6 @@ impl Run<'_> {
                 }
             }
         });
-        tiles
     }
 }
 

@@ -1,7 +1,7 @@
 //! Weights with a trained update of low rank: `W = W0 + scale B A` (LoRA, arXiv 2106.09685, section 4.1).
 
 use crate::gemm::Dtype;
-use crate::gemm::gradient::{Left, PlainProduct};
+use crate::gemm::gradient::{Left, PlainProduct, Right};
 use crate::parallel::{self, Disjoint};
 use crate::scratch::Scratch;
 
@@ -63,7 +63,8 @@ impl<'a> Factors<'a> {
     ) -> Scratch<f32> {
         let (n, dtype) = (self.rank, Dtype::F32);
         let mut out = Scratch::<f32>::take(n_rows * n);
-        run(&PlainProduct { a: Left::Plain(left), b: right, n, dtype, onto: false }, &mut out);
+        let product = PlainProduct { a: Left::Plain(left), b: Right::Plain(right), n, dtype, onto: false };
+        run(&product, &mut out);
         out.iter_mut().for_each(|value| *value *= self.scale);
         out
     }
@@ -83,7 +84,8 @@ impl<'a> Factors<'a> {
             // SAFETY: each matrix is visited once.
             let out = unsafe { parts.part(index * len..(index + 1) * len) };
             let Self { a, b, .. } = self.part(index, count);
-            let product = PlainProduct { a: Left::Plain(b), b: a, n: k, dtype: Dtype::F32, onto: false };
+            let (left, right, dtype) = (Left::Plain(b), Right::Plain(a), Dtype::F32);
+            let product = PlainProduct { a: left, b: right, n: k, dtype, onto: false };
             if count == 1 {
                 product.run(out)
             } else {

@@ -2,7 +2,7 @@
 //! matrix, made nearly orthogonal, with the scale and the decay of Moonlight (arXiv 2502.16982, equation 4).
 
 use crate::gemm::Dtype;
-use crate::gemm::gradient::{Left, PlainProduct};
+use crate::gemm::gradient::{Left, PlainProduct, Right};
 use crate::parallel::{self, Disjoint};
 use crate::scratch::Scratch;
 
@@ -109,7 +109,7 @@ fn orthogonalise(matrix: &mut [f32], (rows, cols): (usize, usize), iterations: u
 }
 
 fn product<'a>(a: Left<'a>, b: &'a [f32], n: usize) -> PlainProduct<'a> {
-    PlainProduct { a, b, n, dtype: Dtype::F32, onto: false }
+    PlainProduct { a, b: Right::Plain(b), n, dtype: Dtype::F32, onto: false }
 }
 
 #[cfg(test)]

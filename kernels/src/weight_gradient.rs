@@ -1,7 +1,7 @@
 //! Where the gradient of a weight goes: nowhere, to all of its elements, or to the factors of a low-rank update.
 
 use crate::gemm::Dtype;
-use crate::gemm::gradient::{Left, PlainProduct};
+use crate::gemm::gradient::{Left, PlainProduct, Right};
 use crate::low_rank::Factors;
 use crate::parallel::Disjoint;
 
@@ -50,8 +50,10 @@ impl WeightGradient<'_> {
     /// Adds the gradient of one product. Every element is a chain over the tokens, which goes on from call to call.
     pub(crate) fn add(self, outer: &Outer<'_>) {
         let &Outer { grad, x, k, dtype, lengths, .. } = outer;
-        let transposed =
-            |a, b, n, dtype| PlainProduct { a: Left::Transposed(a, lengths), b, n, dtype, onto: true };
+        let transposed = |a, b, n, dtype| {
+            let (a, b) = (Left::Transposed(a, lengths), Right::Plain(b));
+            PlainProduct { a, b, n, dtype, onto: true }
+        };
         match self {
             Self::Frozen => {}
             Self::Whole(out) => outer.run(&transposed(grad, x, k, dtype), out),

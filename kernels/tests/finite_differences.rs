@@ -11,12 +11,12 @@ use proptest::sample::select;
 use proptest::test_runner::TestCaseResult;
 use r3_kernels::attention::Heads;
 use r3_kernels::attention::packed::{PackedAttention, PackedSequence};
+use r3_kernels::experts::ExpertDims;
 use r3_kernels::experts::trained::{ExpertGrads, ExpertOperands, ExpertTrace};
-use r3_kernels::experts::{ExpertDims, Experts, Routed};
 use r3_kernels::gemm::linear::Linear;
 use r3_kernels::gemm::{Dtype, PackedMatrix, matmul};
 use r3_kernels::lm_head::gradient::HeadGradient;
-use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
+use r3_kernels::lm_head::{Head, PlainHead, Scores, Targets, head_logprobs};
 use r3_kernels::low_rank::Factors;
 use r3_kernels::rms_norm::{RmsNorm, rms_norm};
 use r3_kernels::rope::{RopeTable, rope, rope_backward};
@@ -103,8 +103,10 @@ fn run_experts(
     dims: ExpertDims,
 ) -> (ExpertTrace, Vec<f32>) {
     let (mut trace, mut y) = (ExpertTrace::default(), vec![0.0; x.len()]);
-    let experts = Experts::pack(gate_up, down, dims, Dtype::F32);
-    trace.forward(x, Routed { choice, gates }, &experts, &mut y);
+    let ExpertDims { width, inter, .. } = dims;
+    let lengths = &[choice.n_tokens()];
+    let operands = ExpertOperands { x, gates, gate_up, down, width, inter, dtype: Dtype::F32, lengths };
+    trace.forward(&operands, None, choice, &mut y);
     (trace, y)
 }
 
@@ -333,17 +335,17 @@ proptest! {
             let mut out = vec![0.0; 3 * t];
             let (logprobs, rest) = out.split_at_mut(t);
             let (entropies, target_logits) = rest.split_at_mut(t);
-            let packed = PackedMatrix::pack(&v[1], vocab, width, Dtype::F32);
-            head_logprobs(&v[0], &packed, targets, Scores { logprobs, entropies, target_logits });
+            let head = Head::Plain(PlainHead { weight: &v[1], width, dtype: Dtype::F32 });
+            head_logprobs(&v[0], head, targets, Scores { logprobs, entropies, target_logits });
             out
         };
         let backward = |v: &[Vec<f32>], grad: &[f32]| {
             let scored = scored(v);
-            let packed = &PackedMatrix::pack(&v[1], vocab, width, Dtype::F32);
             let (logprobs, entropies, target_logits) = (&scored[..t], &scored[t..2 * t], &scored[2 * t..]);
-            let (hidden, weight, lengths) = (&v[0], &v[1], &[t]);
+            let (hidden, lengths) = (&v[0], &[t]);
+            let head = PlainHead { weight: &v[1], width, dtype: Dtype::F32 };
             let gradient =
-                HeadGradient { hidden, weight, packed, targets, logprobs, entropies, target_logits, lengths };
+                HeadGradient { hidden, head, targets, logprobs, entropies, target_logits, lengths };
             let (mut hidden, mut weight) = (vec![0.0; t * width], vec![0.0; vocab * width]);
             gradient.add((&grad[..t], &grad[t..]), (Some(&mut hidden), Some(&mut weight)));
             vec![hidden, weight]

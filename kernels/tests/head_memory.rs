@@ -4,9 +4,9 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use r3_kernels::gemm::{Dtype, PackedMatrix};
+use r3_kernels::gemm::Dtype;
 use r3_kernels::lm_head::gradient::HeadGradient;
-use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
+use r3_kernels::lm_head::{Head, PlainHead, Scores, Targets, head_logprobs};
 
 struct Watching;
 
@@ -40,7 +40,7 @@ const WIDTH: usize = 8;
 fn extra_bytes(n_rows: usize, vocab: usize) -> usize {
     let wave = |n: usize| (0..n).map(|i| (i % 23) as f32 / 23.0).collect::<Vec<f32>>();
     let (hidden, weight, pull) = (wave(n_rows * WIDTH), wave(vocab * WIDTH), wave(n_rows));
-    let packed = PackedMatrix::pack(&weight, vocab, WIDTH, Dtype::F32);
+    let head = PlainHead { weight: &weight, width: WIDTH, dtype: Dtype::F32 };
     let ids: Vec<u32> = (0..n_rows).map(|t| (t % vocab) as u32).collect();
     let [mut logprobs, mut entropies, mut target_logits] = [(); 3].map(|()| vec![0.0; n_rows]);
     let (mut hidden_grad, mut weight_grad) = (vec![0.0; hidden.len()], vec![0.0; weight.len()]);
@@ -49,11 +49,10 @@ fn extra_bytes(n_rows: usize, vocab: usize) -> usize {
     let targets = Targets { ids: &ids, temperature: 1.0, kept: None };
     let scores =
         Scores { logprobs: &mut logprobs, entropies: &mut entropies, target_logits: &mut target_logits };
-    head_logprobs(&hidden, &packed, targets, scores);
+    head_logprobs(&hidden, Head::Plain(head), targets, scores);
     let gradient = HeadGradient {
         hidden: &hidden,
-        weight: &weight,
-        packed: &packed,
+        head,
         targets,
         logprobs: &logprobs,
         entropies: &entropies,

@@ -6,11 +6,10 @@ use std::ops::Range;
 use proptest::collection::vec;
 use proptest::prelude::{Strategy, prop_assert, proptest};
 use r3_kernels::experts::trained::{ExpertGrads, ExpertOperands, ExpertTrace};
-use r3_kernels::experts::{ExpertDims, Experts, Routed};
+use r3_kernels::gemm::Dtype;
 use r3_kernels::gemm::linear::Linear;
-use r3_kernels::gemm::{Dtype, PackedMatrix};
 use r3_kernels::lm_head::gradient::HeadGradient;
-use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
+use r3_kernels::lm_head::{Head, PlainHead, Scores, Targets, head_logprobs};
 use r3_kernels::router::{Choice, RouterConfig, Routing, choose};
 use r3_kernels::weight_gradient::WeightGradient;
 
@@ -81,11 +80,9 @@ proptest! {
         sequences in sequences(), n_experts in 2_usize..9, top_k in 1_usize..3, width in 1_usize..40, bf16: bool,
     ) {
         let (inter, t) = (width.div_ceil(2), sequences.0.iter().sum::<usize>());
-        let dims = ExpertDims { n_experts, width, inter };
         let (x, gates, scores) = (noise(t * width, 1), noise(t * top_k, 2), noise(t * n_experts, 3));
         let (gate_up, down) = (noise(n_experts * 2 * inter * width, 4), noise(n_experts * inter * width, 5));
         let (grad, dtype) = (noise(t * width, 6), dtype(bf16));
-        let experts = Experts::pack(&gate_up, &down, dims, dtype);
         let router = RouterConfig::softmax(n_experts, top_k, true);
         let same = same_in_parts(&sequences, &[gate_up.len(), down.len()], |tokens, lengths, (of_tokens, weights)| {
             let [x, grad] = [&x, &grad].map(|values| rows(values, width, &tokens));
@@ -93,11 +90,11 @@ proptest! {
             let mut choice = Choice::empty();
             choose(&rows(&scores, n_experts, &tokens), router, 0, &mut Routing::Free, &mut choice);
             let (mut trace, mut y) = (ExpertTrace::default(), vec![f32::NAN; x.len()]);
-            trace.forward(&x, Routed { choice: &choice, gates: &gates }, &experts, &mut y);
             let (mut x_grad, mut gates_grad) = (vec![f32::NAN; x.len()], vec![f32::NAN; gates.len()]);
             let [gate_up_grad, down_grad] = &mut weights[..] else { unreachable!("two weights") };
             let (x, gates, gate_up, down) = (&x[..], &gates[..], &gate_up[..], &down[..]);
             let operands = ExpertOperands { x, gates, gate_up, down, width, inter, dtype, lengths };
+            trace.forward(&operands, None, &choice, &mut y);
             let (x, gates) = (&mut x_grad[..], &mut gates_grad[..]);
             let (gate_up, down) = (WeightGradient::Whole(gate_up_grad), WeightGradient::Whole(down_grad));
             trace.backward(&operands, &grad, ExpertGrads { x: Some(x), gates, gate_up, down });
@@ -123,17 +120,16 @@ proptest! {
     fn a_head_in_parts(sequences in many_sequences(), width in 1_usize..20, vocab in 2_usize..70, bf16: bool) {
         let t: usize = sequences.0.iter().sum();
         let (hidden, weight, pulls) = (noise(t * width, 1), noise(vocab * width, 2), noise(2 * t, 3));
-        let packed = &PackedMatrix::pack(&weight, vocab, width, dtype(bf16));
+        let plain = PlainHead { weight: &weight, width, dtype: dtype(bf16) };
         let ids: Vec<u32> = (0..t).map(|t| (t * 7919 % vocab) as u32).collect();
         let same = same_in_parts(&sequences, &[weight.len()], |tokens, lengths, (hidden_grads, weights)| {
             let hidden = &rows(&hidden, width, &tokens)[..];
             let targets = Targets { ids: &ids[tokens.clone()], temperature: 0.7, kept: None };
             let [mut logprobs, mut entropies, mut target_logits] = [(); 3].map(|()| vec![f32::NAN; tokens.len()]);
             let scores = Scores { logprobs: &mut logprobs, entropies: &mut entropies, target_logits: &mut target_logits };
-            head_logprobs(hidden, packed, targets, scores);
+            head_logprobs(hidden, Head::Plain(plain), targets, scores);
             let (logprobs, entropies, target_logits) = (&logprobs[..], &entropies[..], &target_logits[..]);
-            let weight = &weight[..];
-            let head = HeadGradient { hidden, weight, packed, targets, logprobs, entropies, target_logits, lengths };
+            let head = HeadGradient { hidden, head: plain, targets, logprobs, entropies, target_logits, lengths };
             let mut hidden_grad = vec![0.0; hidden.len()];
             let (of_logprobs, of_entropies) = pulls.split_at(t);
             head.add((&of_logprobs[tokens.clone()], &of_entropies[tokens]), (Some(&mut hidden_grad), Some(&mut weights[0])));

@@ -1,7 +1,6 @@
 //! The trainer's side of the model: the policy, its logprobs and their gradients.
 
-use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor, Var};
@@ -11,7 +10,7 @@ use r3_kernels::experts::Experts;
 use r3_kernels::gemm::{Dtype, PackedMatrix};
 use r3_kernels::lm_head::gradient::HeadGradient;
 use r3_kernels::lm_head::kept::Kept;
-use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
+use r3_kernels::lm_head::{Head, PlainHead, Scores, Targets, head_logprobs};
 use r3_kernels::parallel;
 use r3_kernels::router::Routing;
 use r3_kernels::team::in_team;
@@ -32,7 +31,7 @@ mod values;
 
 use backward::Backward;
 use gradients::Gradients;
-use params::ParamId;
+use params::{Copies, ParamId};
 use tape::{FixedTensor, NodeId, Tape};
 use training::Training;
 use values::values;
@@ -308,10 +307,13 @@ impl Policy {
         // A pass is hundreds of parallel sections, for each of which threads would otherwise be woken.
         in_team(|| {
             let (hidden, head) = (self.hidden(batch, routing, &mut attend)?, self.head());
-            let Tape { params, nodes, .. } = &mut self.tape;
+            let Tape { params, nodes, .. } = &self.tape;
+            let (weight, dtype) = (params.values(head)?, params.dtype(head));
+            let (_, width) = params.shape(head)?;
+            let (copy, plain) = (params.packed_matrix(head), PlainHead { weight: &weight, width, dtype });
             head_logprobs(
                 nodes[hidden.0].rows.values(),
-                params.matrix(head)?,
+                copy.as_deref().map_or(Head::Plain(plain), Head::Packed),
                 Targets { ids: &targets, temperature, kept },
                 Scores {
                     logprobs: &mut logprobs,
@@ -415,11 +417,11 @@ impl Policy {
             grad
         });
         let weight_grad = params.learning(id).whole(gradients);
-        let (weight, packed) = params.both(id)?;
+        let (weight, dtype) = (params.values(id)?, params.dtype(id));
+        let (_, width) = params.shape(id)?;
         let gradient = HeadGradient {
             hidden: top.rows.values(),
-            weight: &weight,
-            packed,
+            head: PlainHead { weight: &weight, width, dtype },
             targets: Targets {
                 ids: &last.targets,
                 temperature: last.temperature,
@@ -447,28 +449,29 @@ impl TensorSource for Policy {
 }
 
 /// The policy's weights, to be loaded on another thread while the trainer waits. What is read shares the trainer's memory, so
-/// a later optimiser step shows through; what products take is of the weights when the handle was made, and an engine of
-/// the same dtype computes with it rather than with a copy.
+/// a later optimiser step shows through.
 #[derive(Clone, Debug, Default)]
 pub struct SharedWeights {
     weights: Vec<(String, Var)>,
     fixed: Vec<FixedTensor>,
-    matrices: HashMap<String, Arc<PackedMatrix>>,
-    /// By the name of their down projections.
-    experts: HashMap<String, Arc<Experts>>,
+    copies: Arc<Mutex<Copies>>,
 }
 
 impl Policy {
-    /// A handle to the weights, of which what products take is packed by now. While an engine loads them, it holds an older
-    /// packed copy, too; as much memory of activations is given back, so that a refit needs no more than a step did.
-    ///
-    /// # Errors
-    /// If candle fails.
-    pub fn shared_weights(&mut self) -> Result<SharedWeights, ModelError> {
+    /// A handle to the weights. An engine packs what it loads beside what it has, so as much memory of activations is given
+    /// back, and a refit needs no more than a step did. If it computes in the policy's format, the policy computes with what it
+    /// packed, until weights change.
+    pub fn shared_weights(&mut self) -> SharedWeights {
         self.last = None;
-        self.tape.give_back(self.tape.params.packed_bytes());
-        let shared = in_team(|| self.tape.params.share())?;
-        Ok(SharedWeights { fixed: self.tape.fixed.clone(), ..shared })
+        self.tape.give_back(self.tape.params.bytes());
+        let copies = self.tape.params.copies();
+        SharedWeights { weights: self.weights().to_vec(), fixed: self.tape.fixed.clone(), copies }
+    }
+}
+
+impl SharedWeights {
+    fn copies(&self) -> MutexGuard<'_, Copies> {
+        self.copies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -481,12 +484,12 @@ impl TensorSource for SharedWeights {
         find_weight((&self.weights, &self.fixed), name).ok()
     }
 
-    fn packed_matrix(&self, name: &str) -> Option<Arc<PackedMatrix>> {
-        self.matrices.get(name).cloned()
+    fn packed_matrix(&self, name: &str, matrix: &Arc<PackedMatrix>) {
+        self.copies().matrices.insert(name.to_owned(), Arc::downgrade(matrix));
     }
 
-    fn packed_experts(&self, down: &str) -> Option<Arc<Experts>> {
-        self.experts.get(down).cloned()
+    fn packed_experts(&self, down: &str, experts: &Arc<Experts>) {
+        self.copies().experts.insert(down.to_owned(), Arc::downgrade(experts));
     }
 }
 

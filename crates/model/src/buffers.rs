@@ -7,7 +7,7 @@ use r3_kernels::attention::split::split_attention;
 use r3_kernels::attention::{Heads, KvCache, PagedSequence, paged_attention};
 use r3_kernels::experts::{ExpertDims, ExpertScratch, Experts, Routed, forward as run_experts};
 use r3_kernels::gemm::{Dtype, PackedMatrix, matmul, matmul_all};
-use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
+use r3_kernels::lm_head::{Head, Scores, Targets, head_logprobs};
 use r3_kernels::numerics::Numerics;
 use r3_kernels::residual;
 use r3_kernels::rms_norm::{add_rms_norm, rms_norm};
@@ -21,19 +21,11 @@ use crate::executor::{BuildWeights, Constants, Executor, Layer, Mlp, Named, Weig
 use crate::rows::{Pool, Rows};
 use crate::source::{TensorSource, stays_f32};
 
-/// A packed projection, which the trainer may share, and its bias.
+/// A packed projection, which a trainer may compute with, too, and its bias.
 #[derive(Debug)]
 pub struct Projection {
     matrix: Arc<PackedMatrix>,
     bias: Option<Vec<f32>>,
-}
-
-#[cfg(test)]
-impl Projection {
-    /// Whether it computes with `matrix` itself.
-    pub(crate) fn shares(&self, matrix: &Arc<PackedMatrix>) -> bool {
-        Arc::ptr_eq(&self.matrix, matrix)
-    }
 }
 
 /// One layer's choice and gates, made by the router.
@@ -117,7 +109,7 @@ impl Buffers {
         let [mut logprobs, mut entropies, mut target_logits] = [(); 3].map(|()| vec![0.0; n_rows]);
         head_logprobs(
             &hidden.values()[first * hidden.width()..][..n_rows * hidden.width()],
-            head,
+            Head::Packed(head),
             targets,
             Scores { logprobs: &mut logprobs, entropies: &mut entropies, target_logits: &mut target_logits },
         );
@@ -243,11 +235,8 @@ impl Executor for Buffers {
 impl BuildWeights for Buffers {
     fn matrix(&mut self, weight: Named<'_>, bias: Option<Named<'_>>) -> Result<Projection, ModelError> {
         let dtype = if stays_f32(weight.name) { Dtype::F32 } else { self.dtype };
-        let shared = weight.source.packed_matrix(weight.name).filter(|matrix| matrix.dtype() == dtype);
-        let matrix = match shared {
-            Some(matrix) => matrix,
-            None => PackedMatrix::pack(&weight.values()?, weight.shape[0], weight.shape[1], dtype).into(),
-        };
+        let matrix = PackedMatrix::pack(&weight.values()?, weight.shape[0], weight.shape[1], dtype).into();
+        weight.source.packed_matrix(weight.name, &matrix);
         Ok(Projection { matrix, bias: bias.map(Named::read).transpose()? })
     }
 
@@ -262,12 +251,9 @@ impl BuildWeights for Buffers {
     fn expert_weights(&mut self, gate_up: Named<'_>, down: Named<'_>) -> Result<Arc<Experts>, ModelError> {
         let [n_experts, width, inter] = [down.shape[0], down.shape[1], down.shape[2]];
         let dims = ExpertDims { n_experts, width, inter };
-        let shared = down.source.packed_experts(down.name);
-        let shared = shared.filter(|experts| experts.down(0).dtype() == self.dtype);
-        Ok(match shared {
-            Some(experts) => experts,
-            None => Experts::pack(&gate_up.values()?, &down.values()?, dims, self.dtype).into(),
-        })
+        let experts = Experts::pack(&gate_up.values()?, &down.values()?, dims, self.dtype).into();
+        down.source.packed_experts(down.name, &experts);
+        Ok(experts)
     }
 }
 

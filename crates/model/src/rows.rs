@@ -19,6 +19,11 @@ impl Rows {
         &mut self.buffer[..self.len]
     }
 
+    /// Takes the values out: what is left knows its shape and holds nothing.
+    pub(crate) fn take(&mut self) -> Self {
+        Self { buffer: std::mem::take(&mut self.buffer), ..*self }
+    }
+
     pub(crate) fn rows(&self) -> usize {
         self.len / self.width
     }
@@ -51,7 +56,10 @@ impl Pool {
     }
 
     pub(crate) fn release(&mut self, rows: Rows) {
-        self.free.push(rows.buffer);
+        // Of rows that were taken out there is nothing.
+        if !rows.buffer.is_empty() {
+            self.free.push(rows.buffer);
+        }
     }
 
     /// Bytes of all buffers that are free.
@@ -85,6 +93,19 @@ mod tests {
         let mut held: Vec<usize> = pool.free.iter().map(Vec::len).collect();
         held.sort_unstable();
         assert_eq!(held, [128, 128, 8000]);
+    }
+
+    #[test]
+    fn rows_that_were_taken_out_leave_their_shape_and_no_memory() {
+        let mut pool = Pool::default();
+        let mut rows = pool.take(2, 3);
+        rows.values_mut().fill(5.0);
+        let taken = rows.take();
+        assert_eq!((taken.values(), rows.rows(), rows.width()), (&[5.0; 6][..], 2, 3));
+        pool.release(rows);
+        assert_eq!(pool.free.len(), 0);
+        pool.release(taken);
+        assert_eq!(pool.bytes(), 24);
     }
 
     #[test]

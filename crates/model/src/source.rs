@@ -44,16 +44,11 @@ pub trait TensorSource: Sync {
         Ok(())
     }
 
-    /// Matrix `name` as products take it, where the source holds it so: whoever loads it may share it rather than pack
-    /// what it read.
-    fn packed_matrix(&self, _name: &str) -> Option<Arc<PackedMatrix>> {
-        None
-    }
+    /// Hears that tensor `name`, a matrix, was packed by who read it: as long as it is held, the source may compute with it, too.
+    fn packed_matrix(&self, _name: &str, _matrix: &Arc<PackedMatrix>) {}
 
-    /// The experts whose down projections are tensor `down`, likewise.
-    fn packed_experts(&self, _down: &str) -> Option<Arc<Experts>> {
-        None
-    }
+    /// The same of the experts whose down projections are tensor `down`.
+    fn packed_experts(&self, _down: &str, _experts: &Arc<Experts>) {}
 }
 
 /// Values of a tensor, row-major, in the source's own memory.

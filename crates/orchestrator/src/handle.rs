@@ -347,7 +347,7 @@ mod tests {
         let (parts, _ring) = worker_parts(Arc::new(ExactMatch), Duration::from_secs(60));
         let mut worker = WorkerHandle::spawn(parts).unwrap();
         let mut policy = Policy::load(&FreshWeights::new(&model(), 2), &model()).unwrap();
-        let refitted = worker.refit(policy.shared_weights().unwrap(), PolicyVersion(1)).unwrap();
+        let refitted = worker.refit(policy.shared_weights(), PolicyVersion(1)).unwrap();
         assert_eq!(
             (refitted.report.version, refitted.n_groups, refitted.n_rollouts),
             (PolicyVersion(1), 0, 0)

@@ -194,7 +194,7 @@ impl<'a> Run<'a> {
         let state = resumed.as_deref().map(read_state).transpose()?;
         let step = state.as_ref().map_or(0, |(trainer, _)| trainer.step);
         let mut trainer = load_trainer(recipe, model_dir, &plan, state.as_ref().map(|(trainer, _)| trainer))?;
-        let engine = setup::engine(recipe, &config, &trainer.weights()?, trainer.version())?;
+        let engine = setup::engine(recipe, &config, &trainer.weights(), trainer.version())?;
         let (cursor, begun) = state.map_or_else(Default::default, |(_, run)| (run.cursor, run.begun));
         let mut prompts =
             Prompts::new(Arc::clone(&task.dataset), Arc::clone(&task.tokenizer), recipe.run.seed, cursor)?;
@@ -330,7 +330,7 @@ impl<'a> Run<'a> {
     /// the step trained nothing: a step begins with an empty engine, as it does in a process that resumes the run.
     fn refit(&mut self) -> Result<Served, RunError> {
         let start = Instant::now();
-        let weights = self.trainer.weights()?;
+        let weights = self.trainer.weights();
         let version = self.trainer.version();
         let refit = self.worker.refit(weights, version).map_err(|error| diverged(error, version))?;
         let (version, epoch, changed) = (refit.report.version.0, refit.report.epoch, refit.report.changed);

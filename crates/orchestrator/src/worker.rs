@@ -381,12 +381,12 @@ impl TensorSource for Beating<'_> {
         Ok(())
     }
 
-    fn packed_matrix(&self, name: &str) -> Option<Arc<PackedMatrix>> {
-        self.source.packed_matrix(name)
+    fn packed_matrix(&self, name: &str, matrix: &Arc<PackedMatrix>) {
+        self.source.packed_matrix(name, matrix);
     }
 
-    fn packed_experts(&self, down: &str) -> Option<Arc<Experts>> {
-        self.source.packed_experts(down)
+    fn packed_experts(&self, down: &str, experts: &Arc<Experts>) {
+        self.source.packed_experts(down, experts);
     }
 }
 

@@ -242,11 +242,8 @@ impl Trainer {
     }
 
     /// The weights, for an engine to load before the next step.
-    ///
-    /// # Errors
-    /// If candle fails.
-    pub fn weights(&mut self) -> Result<SharedWeights, TrainError> {
-        Ok(self.learner.policy.shared_weights()?)
+    pub fn weights(&mut self) -> SharedWeights {
+        self.learner.policy.shared_weights()
     }
 
     /// Optimiser steps inside the weights.

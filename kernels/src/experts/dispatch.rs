@@ -7,6 +7,7 @@ use std::ops::Range;
 use crate::isa::{Isa, multiversion};
 use crate::parallel;
 use crate::router::Choice;
+use crate::team;
 
 /// The `T K` (token, k) pairs of a choice as rows sorted by expert; within an expert by token.
 ///
@@ -104,9 +105,19 @@ impl Dispatch {
 
     /// The experts that have rows, with all of theirs, the busiest first.
     pub(super) fn busy_experts(&self) -> Vec<Segment> {
-        let mut experts = Vec::with_capacity(self.n_experts());
-        self.cut_into(&mut experts, usize::MAX);
-        experts
+        self.pieces(usize::MAX)
+    }
+
+    /// As many rows of one expert in each as keep all threads busy, so that its weights are packed for few tasks; the longest
+    /// first.
+    pub(super) fn even_pieces(&self) -> Vec<Segment> {
+        self.pieces((self.n_rows() / (2 * team::n_threads())).max(Self::MAX_ROWS))
+    }
+
+    fn pieces(&self, max_rows: usize) -> Vec<Segment> {
+        let mut pieces = Vec::with_capacity(self.n_experts());
+        self.cut_into(&mut pieces, max_rows);
+        pieces
     }
 
     /// The tokens of `rows`.

@@ -1,12 +1,12 @@
 //! The experts as the trainer runs them: a forward that keeps what the gradient needs, and that gradient.
 
+use super::Experts;
 use super::dispatch::Dispatch;
-use super::{Experts, Routed};
-use crate::cast::round_rows_here;
-use crate::gemm::gradient::{Left, PlainProduct};
-use crate::gemm::{Dtype, PackedMatrix, Product, Rows};
+use crate::gemm::Dtype;
+use crate::gemm::gradient::{Left, PlainProduct, Right};
 use crate::isa::{Isa, Lanes, multiversion, sum_lanes};
 use crate::parallel::{self, Disjoint};
+use crate::router::Choice;
 use crate::scratch::Scratch;
 use crate::swiglu::{silu_mul_backward_rows, silu_mul_rows};
 use crate::weight_gradient::{Outer, Stack, WeightGradient};
@@ -26,34 +26,51 @@ impl ExpertTrace {
         self.hidden.capacity() * size_of::<f32>()
     }
 
-    /// [`super::forward`] with the same bits, keeping what [`Self::backward`] needs.
+    /// [`super::forward`] with the same bits, keeping what [`Self::backward`] needs. Weights are packed where they are
+    /// multiplied by, if there is no packed `copy` of them.
     ///
     /// # Panics
-    /// If the shapes do not fit.
-    pub fn forward(&mut self, x: &[f32], routed: Routed<'_>, experts: &Experts, y: &mut [f32]) {
-        let Routed { choice, gates } = routed;
-        let (width, inter) = (experts.dims.width, experts.dims.inter);
+    /// If the shapes or dtypes do not fit.
+    pub fn forward(
+        &mut self,
+        operands: &ExpertOperands<'_>,
+        copy: Option<&Experts>,
+        choice: &Choice,
+        y: &mut [f32],
+    ) {
+        let &ExpertOperands { x, gates, width, inter, dtype, .. } = operands;
+        let n_experts = choice.n_experts();
         assert_eq!((x.len(), y.len()), (choice.n_tokens() * width, x.len()), "x and y are [T, D]");
         assert_eq!(gates.len(), choice.ids().len(), "gates are [T, K]");
-        assert_eq!(choice.n_experts(), experts.dims.n_experts, "the choice is among these experts");
+        let n_values = operands.gate_up.len() + operands.down.len();
+        assert_eq!(n_values, n_experts * 3 * inter * width, "the choice is among these experts");
         self.dispatch.fill(choice);
         let (dispatch, n_rows) = (&self.dispatch, gates.len());
         self.hidden.resize(n_rows * 2 * inter, 0.0);
         let mut answers = Scratch::<f32>::take(n_rows * width);
         let (hidden, parts) = (Disjoint::new(&mut self.hidden), Disjoint::new(&mut answers));
-        let segments = dispatch.segments();
-        parallel::for_each(segments.len(), n_rows * 3 * inter * width, |i| {
-            let rows = segments[i].rows.clone();
-            // SAFETY: segments share no row, and each is visited once.
+        let pieces = dispatch.even_pieces();
+        parallel::for_each(pieces.len(), n_rows * 3 * inter * width, |i| {
+            let rows = pieces[i].rows.clone();
+            // SAFETY: pieces share no row, and each is visited once.
             let hidden = unsafe { hidden.part(rows.start * 2 * inter..rows.end * 2 * inter) };
             // SAFETY: as above.
             let answers = unsafe { parts.part(rows.start * width..rows.end * width) };
             let mut gathered = Scratch::<f32>::take(rows.len() * width);
             dispatch.gather(x, width, rows.clone(), &mut gathered);
-            multiply_here(&gathered, experts.gate_up(segments[i].expert), hidden);
+            let expert = pieces[i].expert;
+            let (gate_up, down) = operands.expert(expert);
+            let (gate_up, down) = match copy {
+                Some(copy) => (Right::Packed(copy.gate_up(expert)), Right::Packed(copy.down(expert))),
+                None => (Right::Transposed(gate_up), Right::Transposed(down)),
+            };
+            let times = |x: &[f32], b, n, y: &mut [f32]| {
+                PlainProduct { a: Left::Plain(x), b, n, dtype, onto: false }.run_in(1, y);
+            };
+            times(&gathered, gate_up, 2 * inter, hidden);
             let mut act = Scratch::<f32>::take(rows.len() * inter);
             silu_mul_rows(hidden, inter, &mut act);
-            multiply_here(&act, experts.down(segments[i].expert), answers);
+            times(&act, down, width, answers);
         });
         dispatch.combine(&answers, Some(gates), width, y);
     }
@@ -100,7 +117,6 @@ impl ExpertTrace {
         let &ExpertOperands { x, width, inter, dtype, lengths, .. } = operands;
         let rows = self.dispatch.expert_rows(expert);
         let lengths = self.dispatch.lengths_of(rows.clone(), lengths);
-        let len = inter * width;
         let row_grads = parts.rows.as_ref().map(|parts| {
             // SAFETY: experts share no row, and each is visited once.
             unsafe { parts.part(rows.start * width..rows.end * width) }
@@ -112,8 +128,7 @@ impl ExpertTrace {
         let gate_up_grad = unsafe { parts.gate_up.part(expert, n_experts) };
         // SAFETY: as above.
         let down_grad = unsafe { parts.down.part(expert, n_experts) };
-        let (gate_up, down) =
-            (&operands.gate_up[expert * 2 * len..][..2 * len], &operands.down[expert * len..][..len]);
+        let (gate_up, down) = operands.expert(expert);
         let hidden = &self.hidden[rows.start * 2 * inter..rows.end * 2 * inter];
 
         let mut gathered = Scratch::<f32>::take(rows.len() * width);
@@ -121,7 +136,7 @@ impl ExpertTrace {
             (Scratch::<f32>::take(rows.len() * inter), Scratch::take(rows.len() * inter));
         let mut hidden_grad = Scratch::<f32>::take(hidden.len());
         let rows_times = |a: &[f32], w: &[f32], n, out: &mut [f32]| {
-            PlainProduct { a: Left::Plain(a), b: w, n, dtype, onto: false }.run_in(1, out);
+            PlainProduct { a: Left::Plain(a), b: Right::Plain(w), n, dtype, onto: false }.run_in(1, out);
         };
         let add_outer = |grad: &[f32], x: &[f32], k, out: WeightGradient<'_>| {
             out.add(&Outer { grad, x, k, dtype, lengths: &lengths, alone: true });
@@ -142,7 +157,7 @@ impl ExpertTrace {
     }
 }
 
-/// What a forward was computed of.
+/// What a forward is computed of.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertOperands<'a> {
     /// `[T, D]`.
@@ -164,6 +179,14 @@ pub struct ExpertOperands<'a> {
     pub lengths: &'a [usize],
 }
 
+impl<'a> ExpertOperands<'a> {
+    /// Gate and up weights of `expert`, `[2 I, D]`, and its down weights, `[D, I]`.
+    fn expert(&self, expert: usize) -> (&'a [f32], &'a [f32]) {
+        let len = self.inter * self.width;
+        (&self.gate_up[expert * 2 * len..][..2 * len], &self.down[expert * len..][..len])
+    }
+}
+
 /// Where gradients go.
 #[derive(Debug)]
 pub struct ExpertGrads<'a> {
@@ -183,20 +206,6 @@ struct Parts<'a> {
     gates: Disjoint<'a, f32>,
     gate_up: Stack<'a>,
     down: Stack<'a>,
-}
-
-/// `y = x Wᵀ` on this thread.
-fn multiply_here(x: &[f32], w: &PackedMatrix, y: &mut [f32]) {
-    let mut rounded =
-        Scratch::<u32>::take(if w.dtype() == Dtype::Bf16 { x.len() / w.k() * w.k().div_ceil(2) } else { 0 });
-    let x = match w.dtype() {
-        Dtype::F32 => Rows::F32(x),
-        Dtype::Bf16 => {
-            round_rows_here(x, w.k(), &mut rounded);
-            Rows::Bf16(&rounded)
-        }
-    };
-    Product { x, w, bias: None, then: None }.run(1, y);
 }
 
 /// Multiplies row `r` of `rows` `[.., width]` by `factors[r]`.

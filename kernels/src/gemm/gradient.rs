@@ -1,9 +1,10 @@
-//! Products of plain f32 matrices, for backward passes: the same kernels, so every element is one chain over the depth.
+//! Products of plain f32 matrices, for training: the same kernels, so every element is one chain over the depth. Operands are
+//! packed for the time of one product.
 
 use bytemuck::Pod;
 
 use super::kernel::{Job, LANES, Line, TILE_ROWS, Tile, run_bf16, run_f32};
-use super::{Dtype, Grid};
+use super::{Dtype, Grid, PackedMatrix, pack, panel_rows};
 use crate::cast::{pair, round_rows};
 use crate::isa::{Isa, multiversion};
 use crate::parallel::{self, Disjoint};
@@ -19,11 +20,38 @@ pub(crate) enum Left<'a> {
     Transposed(&'a [f32], &'a [usize]),
 }
 
+/// The right operand of a product.
+#[derive(Clone, Copy)]
+pub(crate) enum Right<'a> {
+    /// `[k, n]`.
+    Plain(&'a [f32]),
+    /// `[n, k]`, to be read as its transpose: a weight, as a forward pass multiplies by it.
+    Transposed(&'a [f32]),
+    /// The same, packed before, in the product's dtype.
+    Packed(&'a PackedMatrix),
+}
+
+impl Right<'_> {
+    /// `k`, of `n` columns.
+    fn depth(&self, n: usize) -> usize {
+        match self {
+            Self::Plain(b) | Self::Transposed(b) => {
+                assert!(b.len().is_multiple_of(n), "the right operand has {n} columns");
+                b.len() / n
+            }
+            Self::Packed(b) => {
+                assert_eq!(b.n(), n, "the right operand has {n} columns");
+                b.k()
+            }
+        }
+    }
+}
+
 /// `a b`: `a` is `[m, k]`, `b` `[k, n]`. [`Dtype::Bf16`] rounds both first; sums are f32 either way.
 #[derive(Clone, Copy)]
 pub(crate) struct PlainProduct<'a> {
     pub(crate) a: Left<'a>,
-    pub(crate) b: &'a [f32],
+    pub(crate) b: Right<'a>,
     pub(crate) n: usize,
     pub(crate) dtype: Dtype,
     /// Whether it is added to what the result holds instead of replacing it. Chains then go on from there, so matrices cut
@@ -37,7 +65,7 @@ impl PlainProduct<'_> {
     /// # Panics
     /// If the shapes do not fit.
     pub(crate) fn run(&self, out: &mut [f32]) {
-        self.run_in(parallel::task_count(out.len() * (self.b.len() / self.n)), out);
+        self.run_in(parallel::task_count(out.len() * self.b.depth(self.n)), out);
     }
 
     /// [`Self::run`] in about `n_tasks` tasks; one stays on the calling thread.
@@ -51,9 +79,9 @@ impl PlainProduct<'_> {
     fn run_words<W: Word>(&self, n_tasks: usize, out: &mut [f32]) {
         let &Self { a, b, n, onto, .. } = self;
         let (Left::Plain(values) | Left::Transposed(values, _)) = a;
-        let (m, k) = (out.len() / n, b.len() / n);
+        let (m, k) = (out.len() / n, b.depth(n));
         assert_eq!(out.len(), m * n, "the product has rows of {n}");
-        assert_eq!((b.len(), values.len()), (k * n, m * k), "operands are [{m}, {k}] and [{k}, {n}]");
+        assert_eq!(values.len(), m * k, "operands are [{m}, {k}] and [{k}, {n}]");
         if k == 0 && !onto {
             out.fill(0.0);
         }
@@ -63,9 +91,16 @@ impl PlainProduct<'_> {
         let whole = [k];
         let runs = if let Left::Transposed(_, runs) = a { runs } else { &whole };
         assert_eq!(runs.iter().sum::<usize>(), k, "every row is of a run");
+        assert!(runs.len() == 1 || matches!(b, Right::Plain(_)), "what is read along its rows is one run");
         let depth = W::depth(runs);
-        let mut lines = Scratch::<Line<W>>::take(n.div_ceil(LANES) * depth);
-        for_chunks(&mut lines, depth, n_tasks, |panel, lines| W::lines((b, n, runs), panel * LANES, lines));
+        let n_lines = if matches!(b, Right::Packed(_)) { 0 } else { n.div_ceil(LANES) * depth };
+        let mut scratch = Scratch::<Line<W>>::take(n_lines);
+        for_chunks(&mut scratch, depth, n_tasks, |panel, lines| match b {
+            Right::Plain(b) => W::lines((b, n, runs), panel * LANES, lines),
+            Right::Transposed(b) => W::panel(panel_rows(b, k, panel), k, lines),
+            Right::Packed(_) => unreachable!("it has its lines"),
+        });
+        let lines = if let Right::Packed(b) = b { W::packed(b) } else { &scratch };
         let (blocked, n_words) = match a {
             Left::Plain(_) => (false, W::rounded_len(values.len(), k)),
             Left::Transposed(..) => (true, m.next_multiple_of(LANES) * depth),
@@ -82,7 +117,7 @@ impl PlainProduct<'_> {
             W::rows(values, k, &mut words)
         };
         let y = Disjoint::new(out);
-        let job = Job { x, blocked, lines: &lines, depth, n, bias: None, onto, y, then: &[] };
+        let job = Job { x, blocked, lines, depth, n, bias: None, onto, y, then: &[] };
         job.check(m);
         Grid::new(m, n.div_ceil(LANES), n_tasks).for_each(n_tasks > 1, |tile| W::multiply(&job, tile));
     }
@@ -101,7 +136,11 @@ trait Word: Pod + Send + Sync {
     fn rows<'a>(values: &'a [f32], k: usize, words: &'a mut [Self]) -> &'a [Self];
     /// The 16 columns from `first` on of `matrix`, zeros beyond its end.
     fn lines(matrix: Columns<'_>, first: usize, lines: &mut [Line<Self>]);
-    /// The same in two blocks of eight columns: a line of memory holds those of both.
+    /// Up to 16 rows `[.., k]` as lanes, zeros where there are fewer.
+    fn panel(rows: &[f32], k: usize, lines: &mut [Line<Self>]);
+    /// All panels of a matrix, none if it is of another dtype.
+    fn packed(matrix: &PackedMatrix) -> &[Line<Self>];
+    /// Columns as [`Self::lines`], in two blocks of eight: a line of memory holds those of both.
     fn blocks(matrix: Columns<'_>, first: usize, blocks: [&mut [[Self; TILE_ROWS]]; 2]);
     /// The kernel.
     fn multiply(job: &Job<'_, Self>, tile: &Tile);
@@ -124,6 +163,14 @@ impl Word for f32 {
         for (line, row) in lines.iter_mut().zip(matrix.chunks_exact(width)) {
             line.0 = columns(row, first);
         }
+    }
+
+    fn panel(rows: &[f32], k: usize, lines: &mut [Line<f32>]) {
+        pack::pack_f32(rows, k, lines);
+    }
+
+    fn packed(matrix: &PackedMatrix) -> &[Line<f32>] {
+        matrix.f32_lines()
     }
 
     fn blocks((matrix, width, _): Columns<'_>, first: usize, [low, high]: [&mut [[f32; TILE_ROWS]]; 2]) {
@@ -153,6 +200,14 @@ impl Word for u32 {
 
     fn lines(matrix: Columns<'_>, first: usize, lines: &mut [Line<u32>]) {
         round_lines(matrix, first, lines);
+    }
+
+    fn panel(rows: &[f32], k: usize, lines: &mut [Line<u32>]) {
+        pack::pack_bf16(rows, k, lines);
+    }
+
+    fn packed(matrix: &PackedMatrix) -> &[Line<u32>] {
+        matrix.bf16_lines()
     }
 
     fn blocks(matrix: Columns<'_>, first: usize, blocks: [&mut [[u32; TILE_ROWS]]; 2]) {
@@ -255,7 +310,7 @@ mod tests {
     use crate::testing::{bits, in_pool, noise};
 
     fn product(a: Left<'_>, b: &[f32], n: usize, dtype: Dtype, out: &mut [f32]) {
-        PlainProduct { a, b, n, dtype, onto: false }.run(out);
+        PlainProduct { a, b: Right::Plain(b), n, dtype, onto: false }.run(out);
     }
 
     #[test]
@@ -267,9 +322,13 @@ mod tests {
             assert_eq!(out, [3.0, 7.0, 4.5, 8.0, 6.0, 9.0]);
             product(Left::Plain(&a), &b, 2, dtype, &mut out);
             assert_eq!(out, [2.0, 3.0, 5.0, 5.0, 8.0, 7.0]);
-            PlainProduct { a: Left::Plain(&a), b: &b, n: 2, dtype, onto: true }.run(&mut out);
+            PlainProduct { a: Left::Plain(&a), b: Right::Plain(&b), n: 2, dtype, onto: true }.run(&mut out);
             assert_eq!(out, [4.0, 6.0, 10.0, 10.0, 16.0, 14.0]);
-            PlainProduct { a: Left::Plain(&[]), b: &[], n: 2, dtype, onto: true }.run(&mut out);
+            PlainProduct { a: Left::Plain(&a), b: Right::Transposed(&b), n: 2, dtype, onto: false }
+                .run(&mut out);
+            assert_eq!(out, [-1.0, 4.5, -1.0, 9.5, -1.0, 14.5]);
+            out = [4.0, 6.0, 10.0, 10.0, 16.0, 14.0];
+            PlainProduct { a: Left::Plain(&[]), b: Right::Plain(&[]), n: 2, dtype, onto: true }.run(&mut out);
             assert_eq!(out, [4.0, 6.0, 10.0, 10.0, 16.0, 14.0]);
             product(Left::Transposed(&[], &[]), &[], 2, dtype, &mut out);
             assert_eq!(out, [0.0; 6]);
@@ -303,9 +362,20 @@ mod tests {
                 })
             };
             let expected: Vec<f32> = (0..m * n).map(|i| chain(i / n, i % n)).collect();
-            for (threads, a) in [(1, Left::Plain(&a)), (2, Left::Plain(&a)), (2, Left::Transposed(&transposed, &[k]))] {
+            let columns = transpose(&b, k, n);
+            let packed = (k > 0).then(|| PackedMatrix::pack(&columns, n, k, Dtype::F32));
+            let packed = packed.as_ref().map_or(Right::Plain(&b), Right::Packed);
+            for (threads, a, b) in [
+                (1, Left::Plain(&a), Right::Plain(&b)),
+                (2, Left::Plain(&a), Right::Plain(&b)),
+                (2, Left::Transposed(&transposed, &[k]), Right::Plain(&b)),
+                (1, Left::Plain(&a), Right::Transposed(&columns)),
+                (2, Left::Plain(&a), Right::Transposed(&columns)),
+                (2, Left::Transposed(&transposed, &[k]), Right::Transposed(&columns)),
+                (2, Left::Plain(&a), packed),
+            ] {
                 let mut out = if onto { first.clone() } else { vec![f32::NAN; m * n] };
-                let product = PlainProduct { a, b: &b, n, dtype: Dtype::F32, onto };
+                let product = PlainProduct { a, b, n, dtype: Dtype::F32, onto };
                 in_pool(threads, || product.run(&mut out));
                 prop_assert_eq!(bits(&out), bits(&expected));
             }
@@ -317,11 +387,17 @@ mod tests {
                 values.into_iter().map(|x| half::bf16::from_f32(x).to_f32()).collect()
             };
             let (a, b) = (noise(m * k, 1), noise(k * n, 2));
-            let (transposed, mut plain, mut out) = (transpose(&a, m, k), vec![f32::NAN; m * n], vec![f32::NAN; m * n]);
+            let (transposed, columns) = (transpose(&a, m, k), transpose(&b, k, n));
+            let (mut plain, mut out) = (vec![f32::NAN; m * n], vec![f32::NAN; m * n]);
             in_pool(threads, || {
                 product(Left::Plain(&a), &b, n, Dtype::Bf16, &mut plain);
                 product(Left::Transposed(&transposed, &[k]), &b, n, Dtype::Bf16, &mut out);
             });
+            prop_assert_eq!(bits(&out), bits(&plain));
+            let of_rows = PlainProduct {
+                a: Left::Plain(&a), b: Right::Transposed(&columns), n, dtype: Dtype::Bf16, onto: false,
+            };
+            in_pool(threads, || of_rows.run(&mut out));
             prop_assert_eq!(bits(&out), bits(&plain));
             product(Left::Plain(&round(a)), &round(b), n, Dtype::F32, &mut out);
             for (plain, exact) in plain.iter().zip(out) {

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::cast::{round_rows_body, unpair};
+use crate::cast::unpair;
 use crate::isa::{Isa, Lanes, multiversion, prefetch};
 use crate::parallel::Disjoint;
 
@@ -447,51 +447,6 @@ impl<I: Isa> Dot for Widened<I> {
     #[inline(always)]
     fn store(sums: I::Lanes, to: &mut [f32; LANES]) {
         sums.store(to);
-    }
-}
-
-/// Packs up to 16 rows `[.., k]` as one panel.
-pub(super) fn pack_f32(rows: &[f32], k: usize, panel: &mut [Line<f32>]) {
-    for (lane, row) in rows.chunks_exact(k).enumerate() {
-        for (line, &value) in panel.iter_mut().zip(row) {
-            line.0[lane] = value;
-        }
-    }
-}
-
-multiversion! {
-    /// Packs up to 16 rows `[.., k]` as one panel of bf16 pairs.
-    pub(super) fn pack_bf16(rows: &[f32], k: usize, panel: &mut [Line<u32>]) = pack_bf16_body;
-}
-
-#[inline(always)]
-fn pack_bf16_body<I: Isa>(rows: &[f32], k: usize, panel: &mut [Line<u32>]) {
-    // Rounding vectorises, spreading over lanes does not: a run of a row at a time does one, then the other.
-    const RUN: usize = 64;
-    for (lane, row) in rows.chunks_exact(k).enumerate() {
-        for (lines, row) in panel.chunks_mut(RUN).zip(row.chunks(2 * RUN)) {
-            let mut words = [0; RUN];
-            round_rows_body::<I>(row, row.len(), &mut words[..row.len().div_ceil(2)]);
-            for (line, word) in lines.iter_mut().zip(words) {
-                line.0[lane] = word;
-            }
-        }
-    }
-}
-
-multiversion! {
-    /// Reads lane `lane` of a panel of bf16 pairs back into `row`.
-    pub(super) fn unpack_bf16(panel: &[Line<u32>], lane: usize, row: &mut [f32]) = unpack_bf16_body;
-}
-
-#[inline(always)]
-fn unpack_bf16_body<I: Isa>(panel: &[Line<u32>], lane: usize, row: &mut [f32]) {
-    let (pairs, odd) = row.as_chunks_mut();
-    for (pair, line) in pairs.iter_mut().zip(panel) {
-        *pair = unpair(line.0[lane]);
-    }
-    if let ([value], Some(line)) = (odd, panel.last()) {
-        [*value, _] = unpair(line.0[lane]);
     }
 }
 

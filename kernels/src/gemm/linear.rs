@@ -1,8 +1,26 @@
-//! Gradients of a projection.
+//! A projection by a plain weight, and its gradients.
 
 use super::Dtype;
-use super::gradient::{Left, PlainProduct};
+use super::gradient::{Left, PlainProduct, Right};
+use crate::parallel;
+use crate::residual;
 use crate::weight_gradient::{Outer, WeightGradient};
+
+/// `y = x Wᵀ + bias`, in the bits of [`matmul`](super::matmul): `x` `[T, K]`, `w` `[N, K]` row-major, `bias` `[N]`, `y` `[T, N]`,
+/// overwritten whole. What is packed for it lives as long as the call.
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn linear(x: &[f32], (w, k): (&[f32], usize), dtype: Dtype, bias: Option<&[f32]>, y: &mut [f32]) {
+    let n = w.len() / k;
+    PlainProduct { a: Left::Plain(x), b: Right::Transposed(w), n, dtype, onto: false }.run(y);
+    if let Some(bias) = bias {
+        assert_eq!(bias.len(), n, "a bias has {n} elements");
+        parallel::for_rows(y, n, n, |_, rows| {
+            rows.chunks_exact_mut(n).for_each(|row| residual::add(bias, row));
+        });
+    }
+}
 
 /// The operands of a product `y = x Wᵀ` whose gradients are wanted.
 #[derive(Clone, Copy, Debug)]
@@ -27,7 +45,7 @@ impl Linear<'_> {
     /// If the shapes do not fit.
     pub fn x_gradient(&self, grad: &[f32], onto: bool, out: &mut [f32]) {
         let &Self { w, k, dtype, .. } = self;
-        PlainProduct { a: Left::Plain(grad), b: w, n: k, dtype, onto }.run(out);
+        PlainProduct { a: Left::Plain(grad), b: Right::Plain(w), n: k, dtype, onto }.run(out);
     }
 
     /// `out += gradᵀ x`, or the gradients of the factors of `W`: `grad` `[T, N]`, `out` `[N, K]`. Every element is one

@@ -98,13 +98,13 @@ proptest! {
     }
 
     #[test]
-    fn packing_keeps_every_value(n in 1_usize..70, k in 1_usize..40, dtype in dtype()) {
+    fn packing_keeps_every_value(n in 1_usize..70, before in 1_usize..70, k in 1_usize..40, dtype in dtype()) {
         let w = match dtype {
             Dtype::F32 => noise(n * k, 1),
             Dtype::Bf16 => rounded(&noise(n * k, 1)),
         };
-        let mut packed = PackedMatrix::pack(&noise(n * k, 2), n, k, dtype);
-        let bytes = packed.bytes();
+        let bytes = PackedMatrix::pack(&w, n, k, dtype).bytes();
+        let mut packed = PackedMatrix::pack(&noise(before * k, 2), before, k, dtype);
         packed.repack(&w);
         let mut row = vec![f32::NAN; k];
         for (i, expected) in w.chunks_exact(k).enumerate() {

@@ -1,12 +1,12 @@
 //! The head's backward pass, which computes the logits again.
 
 use super::kept::KeptRows;
-use super::{MAX_ROWS, TILE_ROWS, Targets, block_columns};
+use super::{Blocks, MAX_ROWS, PlainHead, TILE_ROWS, Targets, block_columns};
 use crate::exp::exp;
-use crate::gemm::gradient::{Left, PlainProduct};
-use crate::gemm::{self, PackedMatrix};
+use crate::gemm;
+use crate::gemm::gradient::{Left, PlainProduct, Right};
 use crate::isa::{Isa, multiversion};
-use crate::logprob::{BLOCK, EXP_WORK, inverse};
+use crate::logprob::{EXP_WORK, inverse};
 use crate::parallel;
 
 /// What the forward pass read and found.
@@ -14,10 +14,8 @@ use crate::parallel;
 pub struct HeadGradient<'a> {
     /// `[T, D]`.
     pub hidden: &'a [f32],
-    /// `[V, D]`, row-major.
-    pub weight: &'a [f32],
-    /// The same as the forward pass multiplied with.
-    pub packed: &'a PackedMatrix,
+    /// `[V, D]`.
+    pub head: PlainHead<'a>,
     /// As in the forward pass.
     pub targets: Targets<'a>,
     /// `[T]` nats.
@@ -79,7 +77,8 @@ impl HeadGradient<'_> {
         (logprob_grads, entropy_grads): (&[f32], &[f32]),
         (mut hidden_grad, mut weight_grad): (Option<&mut [f32]>, Option<&mut [f32]>),
     ) {
-        let (width, vocab) = (self.packed.k(), self.packed.n());
+        let PlainHead { width, dtype, .. } = self.head;
+        let vocab = self.head.vocab();
         let kept = KeptRows::new(self.targets.kept, self.targets.ids, vocab);
         let rows = self.rows(&kept, logprob_grads, entropy_grads);
         let mut logit_grads = Vec::new();
@@ -91,21 +90,21 @@ impl HeadGradient<'_> {
             let piece = piece.start * width..piece.end * width;
             let hidden = &self.hidden[piece.clone()];
             let mut rounded = None;
-            let x = gemm::rows_in(self.packed.dtype(), hidden, width, &mut rounded);
-            for block in 0..vocab.div_ceil(BLOCK) {
-                let columns = block_columns(block, vocab);
+            let x = gemm::rows_in(dtype, hidden, width, &mut rounded);
+            self.head.for_blocks(|block| {
+                let columns = block_columns(block.first, vocab);
                 logit_grads.resize(rows.len() * columns.len(), 0.0);
                 self.logit_gradients(x, rows, block, &mut logit_grads);
-                let span = columns.start * width..columns.end * width;
-                let product = |a, b| PlainProduct { a, b, n: width, dtype: self.packed.dtype(), onto: true };
+                let product = |a, b| PlainProduct { a, b: Right::Plain(b), n: width, dtype, onto: true };
                 if let Some(hidden_grad) = &mut hidden_grad {
-                    let weight = &self.weight[span.clone()];
+                    let weight = self.head.block(block.first);
                     product(Left::Plain(&logit_grads), weight).run(&mut hidden_grad[piece.clone()]);
                 }
                 if let Some(weight_grad) = &mut weight_grad {
+                    let span = columns.start * width..columns.end * width;
                     product(Left::Transposed(&logit_grads, &lengths), hidden).run(&mut weight_grad[span]);
                 }
-            }
+            });
         }
     }
 
@@ -123,15 +122,15 @@ impl HeadGradient<'_> {
         self.targets.ids.iter().enumerate().map(row).collect()
     }
 
-    /// Gradients of the logits of `rows` in `block`.
-    fn logit_gradients(&self, x: gemm::Rows<'_>, rows: &[Row<'_>], block: usize, out: &mut [f32]) {
-        let (packed, scale) = (self.packed, inverse(self.targets.temperature));
-        let (width, columns) = (packed.k(), block_columns(block, packed.n()));
+    /// Gradients of the logits of `rows` in `block`, a single one.
+    fn logit_gradients(&self, x: gemm::Rows<'_>, rows: &[Row<'_>], block: Blocks<'_>, out: &mut [f32]) {
+        let (width, scale) = (self.head.width, inverse(self.targets.temperature));
+        let columns = block_columns(block.first, self.head.vocab());
         parallel::for_rows(out, columns.len(), columns.len() * (width + EXP_WORK), |first, out| {
             for (i, out) in out.chunks_mut(TILE_ROWS * columns.len()).enumerate() {
                 let first = first + i * TILE_ROWS;
                 let tile = first..first + out.len() / columns.len();
-                gemm::multiply_columns(x.narrow(tile.clone(), width), packed, columns.clone(), out);
+                gemm::multiply_columns(x.narrow(tile.clone(), width), block.packed, 0..columns.len(), out);
                 gradient_rows(&rows[tile], columns.start, scale, out);
             }
         });

@@ -67,22 +67,25 @@ impl Inputs {
         PackedMatrix::pack(&self.weight, self.vocab(), self.width, dtype)
     }
 
+    fn plain(&self, dtype: Dtype) -> PlainHead<'_> {
+        PlainHead { weight: &self.weight, width: self.width, dtype }
+    }
+
     /// Logprobs, entropies and target logits.
-    fn scores(&self, dtype: Dtype) -> [Vec<f32>; 3] {
+    fn scores(&self, head: Head<'_>) -> [Vec<f32>; 3] {
         let mut out = [(); 3].map(|()| vec![f32::NAN; self.ids.len()]);
         let [logprobs, entropies, target_logits] = &mut out;
         let scores = Scores { logprobs, entropies, target_logits };
-        head_logprobs(&self.hidden, &self.packed(dtype), self.targets(), scores);
+        head_logprobs(&self.hidden, head, self.targets(), scores);
         out
     }
 
     /// Logprobs and entropies, and the gradients of hidden states and head for `pulls` `[2, T]`.
     fn op(&self, pulls: &[f32]) -> [Vec<f32>; 4] {
-        let [logprobs, entropies, target_logits] = self.scores(Dtype::F32);
+        let [logprobs, entropies, target_logits] = self.scores(Head::Plain(self.plain(Dtype::F32)));
         let gradient = HeadGradient {
             hidden: &self.hidden,
-            weight: &self.weight,
-            packed: &self.packed(Dtype::F32),
+            head: self.plain(Dtype::F32),
             targets: self.targets(),
             logprobs: &logprobs,
             entropies: &entropies,
@@ -189,11 +192,14 @@ proptest! {
             chosen_logprobs(&logits, &inputs.ids, inputs.temperature, &mut expected);
             let chosen: Vec<f32> =
                 logits.chunks(inputs.vocab()).zip(&inputs.ids).map(|(row, &id)| row[id as usize]).collect();
-            let alone = in_pool(1, || inputs.scores(dtype));
+            let packed = inputs.packed(dtype);
+            let alone = in_pool(1, || inputs.scores(Head::Packed(&packed)));
             prop_assert_eq!(bits(&alone[0]), bits(&expected));
             prop_assert_eq!(bits(&alone[2]), bits(&chosen));
-            let shared = in_pool(2, || inputs.scores(dtype));
-            prop_assert!(alone.iter().zip(&shared).all(|(a, b)| bits(a) == bits(b)));
+            for (threads, head) in [(1, Head::Plain(inputs.plain(dtype))), (2, Head::Packed(&packed)), (2, Head::Plain(inputs.plain(dtype)))] {
+                let again = in_pool(threads, || inputs.scores(head));
+                prop_assert!(alone.iter().zip(&again).all(|(a, b)| bits(a) == bits(b)));
+            }
         }
     }
 
@@ -203,7 +209,8 @@ proptest! {
         for dtype in [Dtype::F32, Dtype::Bf16] {
             let mut logits = vec![f32::NAN; inputs.ids.len() * inputs.vocab()];
             matmul(&inputs.hidden, &inputs.packed(dtype), None, &mut logits);
-            let alone = in_pool(1, || inputs.scores(dtype));
+            let packed = inputs.packed(dtype);
+            let alone = in_pool(1, || inputs.scores(Head::Packed(&packed)));
             let rows = logits.chunks(inputs.vocab()).zip(inputs.kept_rows()).zip(&inputs.ids);
             for (((row, kept), target), got) in rows.zip(&alone[0]) {
                 let kept_logits: Vec<f32> = kept.iter().map(|&id| row[id as usize]).collect();
@@ -212,8 +219,10 @@ proptest! {
                 chosen_logprobs(&kept_logits, &[at], inputs.temperature, &mut expected);
                 prop_assert_eq!(bits(&[*got]), bits(&expected));
             }
-            let shared = in_pool(2, || inputs.scores(dtype));
-            prop_assert!(alone.iter().zip(&shared).all(|(a, b)| bits(a) == bits(b)));
+            for (threads, head) in [(1, Head::Plain(inputs.plain(dtype))), (2, Head::Packed(&packed)), (2, Head::Plain(inputs.plain(dtype)))] {
+                let again = in_pool(threads, || inputs.scores(head));
+                prop_assert!(alone.iter().zip(&again).all(|(a, b)| bits(a) == bits(b)));
+            }
         }
     }
 
@@ -314,7 +323,8 @@ fn what_does_not_fit_is_refused() {
             kept: None,
             ..inputs
         };
-        let panic = std::panic::catch_unwind(|| wrong.scores(Dtype::F32)).unwrap_err();
+        let panic =
+            std::panic::catch_unwind(|| wrong.scores(Head::Plain(wrong.plain(Dtype::F32)))).unwrap_err();
         *panic.downcast::<String>().unwrap()
     };
     assert_eq!(panic(vec![0, 5]), "target 5 of token 1 is not below 5");
@@ -322,7 +332,8 @@ fn what_does_not_fit_is_refused() {
     let refuse = |sizes: &[u32], ids: &[u32]| {
         let kept = Some((sizes.to_vec(), ids.to_vec()));
         let wrong = Inputs { kept, ..Inputs::new((2, 3, 5)) };
-        let panic = std::panic::catch_unwind(|| wrong.scores(Dtype::F32)).unwrap_err();
+        let panic =
+            std::panic::catch_unwind(|| wrong.scores(Head::Plain(wrong.plain(Dtype::F32)))).unwrap_err();
         *panic.downcast::<String>().unwrap()
     };
     assert_eq!(inputs.ids, [3, 2]);

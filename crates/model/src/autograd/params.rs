@@ -1,13 +1,13 @@
-//! The weights, what of them is trained, and packed copies of them that live as long as a version of the weights.
+//! The weights, and what of them is trained.
 
+use std::collections::HashMap;
 use std::ops::Deref;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use candle_core::{Device, Tensor, Var};
 use r3_kernels::experts::{ExpertDims, Experts};
 use r3_kernels::gemm::{Dtype, PackedMatrix};
 
-use super::SharedWeights;
 use super::training::{Learning, Training};
 use super::values::values;
 use crate::error::ModelError;
@@ -22,7 +22,15 @@ pub struct ParamId(pub(super) usize);
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertsId(usize);
 
-/// The weights in f32, and what products take.
+/// Packed copies of the weights that somebody else holds, by the name of a matrix or of a layer's down projections.
+#[derive(Debug, Default)]
+pub(super) struct Copies {
+    pub(super) matrices: HashMap<String, Weak<PackedMatrix>>,
+    pub(super) experts: HashMap<String, Weak<Experts>>,
+}
+
+/// The weights in f32. Products pack them as they go, if nobody else holds a copy that is packed: one that was kept for them
+/// would take as much memory again.
 #[derive(Debug)]
 pub(super) struct Params {
     dtype: Dtype,
@@ -33,43 +41,10 @@ pub(super) struct Params {
     learning: Vec<Learning>,
     /// What gradients are of and the optimiser changes.
     trained: Vec<(String, Var)>,
-    matrices: Vec<Packed<PackedMatrix>>,
-    experts: Vec<LayerExperts>,
-}
-
-/// A packed copy, which an engine may share, and the version of the weights it is of.
-#[derive(Debug)]
-struct Packed<P> {
-    copy: Option<Arc<P>>,
-    version: u64,
-}
-
-impl<P> Default for Packed<P> {
-    fn default() -> Self {
-        Self { copy: None, version: 0 }
-    }
-}
-
-impl<P> Packed<P> {
-    /// The copy of `version`: one of another version is repacked into the same memory, unless it is shared. Then who
-    /// computes with it keeps it, and there is a new one.
-    fn get(&mut self, version: u64, pack: impl FnOnce() -> P, repack: impl FnOnce(&mut P)) -> &Arc<P> {
-        if self.version != version {
-            match self.copy.as_mut().map(Arc::get_mut) {
-                Some(Some(own)) => repack(own),
-                Some(None) | None => self.copy = None,
-            }
-        }
-        self.version = version;
-        self.copy.get_or_insert_with(|| Arc::new(pack()))
-    }
-}
-
-#[derive(Debug)]
-struct LayerExperts {
-    gate_up: ParamId,
-    down: ParamId,
-    packed: Packed<Experts>,
+    /// Gate-up and down weights, by layer.
+    experts: Vec<[ParamId; 2]>,
+    /// What was packed of the weights of a version.
+    copies: (u64, Arc<Mutex<Copies>>),
 }
 
 impl Params {
@@ -80,16 +55,14 @@ impl Params {
             weights: Vec::new(),
             learning: Vec::new(),
             trained: Vec::new(),
-            matrices: Vec::new(),
             experts: Vec::new(),
+            copies: Default::default(),
         }
     }
 
-    /// Packs everything anew, in `dtype`.
+    /// Products round their operands to `dtype` from now on.
     pub(super) fn set_dtype(&mut self, dtype: Dtype) {
         self.dtype = dtype;
-        self.matrices.iter_mut().for_each(|packed| *packed = Packed::default());
-        self.experts.iter_mut().for_each(|layer| layer.packed = Packed::default());
     }
 
     pub(super) fn add(&mut self, tensor: Named<'_>) -> Result<ParamId, ModelError> {
@@ -97,7 +70,6 @@ impl Params {
         self.learning.push(Learning::Whole(self.trained.len()));
         self.trained.push((tensor.name.to_owned(), var.clone()));
         self.weights.push((tensor.name.to_owned(), var));
-        self.matrices.push(Packed::default());
         Ok(ParamId(self.weights.len() - 1))
     }
 
@@ -117,7 +89,7 @@ impl Params {
     }
 
     pub(super) fn add_experts(&mut self, gate_up: ParamId, down: ParamId) -> ExpertsId {
-        self.experts.push(LayerExperts { gate_up, down, packed: Packed::default() });
+        self.experts.push([gate_up, down]);
         ExpertsId(self.experts.len() - 1)
     }
 
@@ -134,7 +106,7 @@ impl Params {
         &self.learning[id.0]
     }
 
-    /// Says that what is trained has changed, so weights with factors are others, and no packed copy is of any.
+    /// Says that what is trained has changed, so weights with factors are others.
     pub(super) fn changed(&mut self) {
         self.version += 1;
         for (learning, (_, weight)) in self.learning.iter_mut().zip(&self.weights) {
@@ -164,38 +136,34 @@ impl Params {
         Ok(self.tensor(id).dims2()?)
     }
 
-    /// The matrix as products take it.
-    pub(super) fn matrix(&mut self, id: ParamId) -> Result<&Arc<PackedMatrix>, ModelError> {
-        Ok(self.both(id)?.1)
+    /// A place for copies of the weights as they are: who packs them tells it, and they are computed with until the weights
+    /// change or nobody holds them.
+    pub(super) fn copies(&mut self) -> Arc<Mutex<Copies>> {
+        self.copies = (self.version, Arc::default());
+        self.copies.1.clone()
     }
 
-    /// A matrix as it is and as products take it.
-    pub(super) fn both(
-        &mut self,
-        id: ParamId,
-    ) -> Result<(impl Deref<Target = [f32]>, &Arc<PackedMatrix>), ModelError> {
-        let ((n, k), dtype) = (self.shape(id)?, self.dtype(id));
-        let w = values(self.weights[id.0].1.as_tensor())?;
-        let pack = || PackedMatrix::pack(&w, n, k, dtype);
-        let packed = self.matrices[id.0].get(self.version, pack, |copy| copy.repack(&w));
-        Ok((w, packed))
+    /// The matrix as products take it, if somebody holds it so.
+    pub(super) fn packed_matrix(&self, id: ParamId) -> Option<Arc<PackedMatrix>> {
+        let copy = self.copy(|copies| copies.matrices.get(&self.weights[id.0].0)?.upgrade());
+        copy.filter(|copy| copy.dtype() == self.dtype(id))
     }
 
-    /// The experts as products take them.
-    pub(super) fn experts(&mut self, id: ExpertsId) -> Result<&Arc<Experts>, ModelError> {
-        let (dims, version, dtype) = (self.expert_dims(id)?, self.version, self.dtype);
-        let LayerExperts { gate_up, down, packed } = &mut self.experts[id.0];
-        let [gate_up, down] = [*gate_up, *down].map(|id| values(self.weights[id.0].1.as_tensor()));
-        let (gate_up, down) = (gate_up?, down?);
-        let repack = |experts: &mut Experts| {
-            experts.repack_gate_up(&gate_up);
-            experts.repack_down(&down);
-        };
-        Ok(packed.get(version, || Experts::pack(&gate_up, &down, dims, dtype), repack))
+    /// The experts as products take them, if somebody holds them so.
+    pub(super) fn packed_experts(&self, id: ExpertsId) -> Option<Arc<Experts>> {
+        let [_, down] = self.experts[id.0];
+        let copy = self.copy(|copies| copies.experts.get(&self.weights[down.0].0)?.upgrade());
+        copy.filter(|copy| copy.dtype() == self.dtype)
     }
 
-    /// Memory that all weights take as products take them, about.
-    pub(super) fn packed_bytes(&self) -> usize {
+    fn copy<C>(&self, find: impl FnOnce(&Copies) -> Option<C>) -> Option<C> {
+        let (version, copies) = &self.copies;
+        // What a thread that panicked has inserted is whole.
+        (*version == self.version).then(|| find(&copies.lock().unwrap_or_else(PoisonError::into_inner)))?
+    }
+
+    /// Memory that all weights take in what products round to.
+    pub(super) fn bytes(&self) -> usize {
         let bytes = |id| match self.dtype(ParamId(id)) {
             Dtype::F32 => 4,
             Dtype::Bf16 => 2,
@@ -203,29 +171,20 @@ impl Params {
         self.weights.iter().enumerate().map(|(id, (_, var))| var.elem_count() * bytes(id)).sum()
     }
 
-    /// Handles to everything as it is and as products take it.
-    pub(super) fn share(&mut self) -> Result<SharedWeights, ModelError> {
-        let mut shared = SharedWeights { weights: self.weights.clone(), ..SharedWeights::default() };
-        for id in 0..self.weights.len() {
-            if self.weights[id].1.rank() == 2 {
-                let matrix = self.matrix(ParamId(id))?.clone();
-                shared.matrices.insert(self.weights[id].0.clone(), matrix);
-            }
-        }
-        for id in 0..self.experts.len() {
-            let down = self.weights[self.experts[id].down.0].0.clone();
-            shared.experts.insert(down, self.experts(ExpertsId(id))?.clone());
-        }
-        Ok(shared)
+    /// The experts of every layer.
+    #[cfg(test)]
+    pub(super) fn expert_layers(&self) -> impl Iterator<Item = ExpertsId> {
+        (0..self.experts.len()).map(ExpertsId)
     }
 
     /// Gate-up and down weights.
     pub(super) fn expert_params(&self, id: ExpertsId) -> [ParamId; 2] {
-        [self.experts[id.0].gate_up, self.experts[id.0].down]
+        self.experts[id.0]
     }
 
     pub(super) fn expert_dims(&self, id: ExpertsId) -> Result<ExpertDims, ModelError> {
-        let (n_experts, width, inter) = self.tensor(self.experts[id.0].down).dims3()?;
+        let [_, down] = self.experts[id.0];
+        let (n_experts, width, inter) = self.tensor(down).dims3()?;
         Ok(ExpertDims { n_experts, width, inter })
     }
 }

@@ -11,8 +11,8 @@ use std::sync::Arc;
 use r3_core::ids::TokenId;
 use r3_kernels::attention::packed::PackedAttention;
 use r3_kernels::cast::round_to_bf16;
-use r3_kernels::experts::Routed;
-use r3_kernels::experts::trained::ExpertTrace;
+use r3_kernels::experts::trained::{ExpertOperands, ExpertTrace};
+use r3_kernels::gemm::linear::linear;
 use r3_kernels::gemm::{Dtype, matmul};
 use r3_kernels::residual;
 use r3_kernels::rms_norm::rms_norm;
@@ -285,13 +285,16 @@ impl Executor for Tape {
     }
 
     fn linear(&mut self, x: &NodeId, projection: &Projection) -> Result<NodeId, ModelError> {
-        let (n, _) = self.params.shape(projection.weight)?;
+        let (n, k) = self.params.shape(projection.weight)?;
         let mut out = self.like(*x, n);
-        let Self { params, nodes, .. } = self;
-        let bias =
-            projection.bias.map(|bias| Ok::<_, ModelError>(params.values(bias)?.to_vec())).transpose()?;
-        let x_values = nodes[x.0].rows.values();
-        matmul(x_values, params.matrix(projection.weight)?, bias.as_deref(), out.values_mut());
+        let bias = projection.bias.map(|bias| self.params.values(bias)).transpose()?;
+        let weight = self.params.values(projection.weight)?;
+        let dtype = self.params.dtype(projection.weight);
+        match self.params.packed_matrix(projection.weight) {
+            Some(copy) => matmul(self.values(*x), &copy, bias.as_deref(), out.values_mut()),
+            None => linear(self.values(*x), (&weight, k), dtype, bias.as_deref(), out.values_mut()),
+        }
+        drop((bias, weight));
         Ok(self.push(Op::Linear { x: *x, projection: *projection }, out))
     }
 
@@ -347,8 +350,21 @@ impl Executor for Tape {
         let Node { op: Op::Route { choice, .. }, rows, .. } = &nodes[gates.0] else {
             unreachable!("only the router makes a route")
         };
-        let routed = Routed { choice, gates: rows.values() };
-        trace.forward(nodes[x.0].rows.values(), routed, params.experts(*experts)?, out.values_mut());
+        let (dims, [gate_up, down]) = (params.expert_dims(*experts)?, params.expert_params(*experts));
+        let (gate_up_values, down_values) = (params.values(gate_up)?, params.values(down)?);
+        let operands = ExpertOperands {
+            x: nodes[x.0].rows.values(),
+            gates: rows.values(),
+            gate_up: &gate_up_values,
+            down: &down_values,
+            width: dims.width,
+            inter: dims.inter,
+            dtype: params.dtype(gate_up),
+            lengths: &[choice.n_tokens()],
+        };
+        let copy = params.packed_experts(*experts);
+        trace.forward(&operands, copy.as_deref(), choice, out.values_mut());
+        drop((gate_up_values, down_values));
         Ok(self.push(Op::Experts { x: *x, gates, experts: *experts, trace }, out))
     }
 
@@ -359,9 +375,10 @@ impl Executor for Tape {
         Ok(self.push(Op::SiluMul { x: gate_up }, out))
     }
 
+    /// In the memory of `y`, of which no gradient reads what it was.
     fn add(&mut self, x: NodeId, y: NodeId) -> Result<NodeId, ModelError> {
-        let mut out = self.like(x, self.width(x));
-        residual::sum(self.values(x), self.values(y), out.values_mut());
+        let mut out = self.nodes[y.0].rows.take();
+        residual::add(self.values(x), out.values_mut());
         Ok(self.push(Op::Add { x, y }, out))
     }
 

@@ -4,8 +4,7 @@ use r3_kernels::numerics::Numerics;
 use r3_kernels::route_record::RouteRecord;
 
 use super::*;
-use crate::buffers::{Buffers, Projection};
-use crate::executor::{Layer, Mlp};
+use crate::buffers::Buffers;
 use crate::fixtures::{config_with, grouped_config, mixed_config};
 use crate::init::FreshWeights;
 use crate::source::{SELECTION_BIAS, canonical_tensors, hash_tensors};
@@ -55,7 +54,7 @@ fn packed_sequences_do_not_see_each_other() {
 fn a_handle_to_the_weights_sees_later_updates() {
     let config = mixed_config();
     let mut policy = policy(&config);
-    let shared = policy.shared_weights().unwrap();
+    let shared = policy.shared_weights();
     let (_, norm) = policy.vars().iter().find(|(name, _)| name == "model.norm.weight").unwrap();
     norm.set(&Tensor::full(2.0f32, 8, &Device::Cpu).unwrap()).unwrap();
     let mut values = Vec::new();
@@ -141,7 +140,7 @@ fn a_selection_bias_is_read_back_and_not_trained_and_moves_the_choice_alone() {
     let name = format!("model.layers.1.mlp.{SELECTION_BIAS}");
     let [(_, without, _), (biased, with, ran)] = &mut of;
     assert!(!biased.vars().iter().any(|(known, _)| *known == name));
-    let shared = biased.shared_weights().unwrap();
+    let shared = biased.shared_weights();
     for source in [&*biased as &dyn TensorSource, &shared] {
         let mut values = Vec::new();
         source.read(&name, &mut values).unwrap();
@@ -240,7 +239,7 @@ fn products_see_weights_that_have_changed() {
                 var.set(&(var.as_tensor() * 1.25).unwrap()).unwrap();
             }
         });
-        let mut fresh = Policy::load(&changed.shared_weights().unwrap(), &config)
+        let mut fresh = Policy::load(&changed.shared_weights(), &config)
             .unwrap()
             .with_precision(Precision { dtype, recompute: false });
         let after = pass(&mut changed, &mut Routing::Free);
@@ -337,7 +336,7 @@ fn sequences_in_any_number_of_passes_have_the_same_gradients_to_the_bit() {
 fn a_policy_lends_what_it_reads() {
     let config = config_with(serde_json::json!({ "mlp_only_layers": [0], "attention_bias": true }));
     let mut policy = in_precision(&config, Dtype::Bf16, false);
-    let shared = policy.shared_weights().unwrap();
+    let shared = policy.shared_weights();
     let mut values = Vec::new();
     for (name, _) in canonical_tensors(&config) {
         for source in [&policy as &dyn TensorSource, &shared] {
@@ -349,43 +348,44 @@ fn a_policy_lends_what_it_reads() {
 }
 
 #[test]
-fn an_engine_of_the_same_dtype_computes_with_the_trainers_matrices_until_they_change() {
+fn what_an_engine_of_the_same_dtype_packed_serves_the_policy_until_weights_change() {
     let config = mixed_config();
-    for dtype in [Dtype::F32, Dtype::Bf16] {
+    for (dtype, other) in [(Dtype::F32, Dtype::Bf16), (Dtype::Bf16, Dtype::F32)] {
         let mut policy = in_precision(&config, dtype, false);
-        let n_shared = |policy: &mut Policy, weights: &Weights<Buffers>| {
-            let shared = policy.shared_weights().unwrap();
-            let is_own =
-                |projection: &Projection| shared.matrices.values().any(|matrix| projection.shares(matrix));
-            let of_layer = |layer: &Layer<Buffers>| match &layer.mlp {
-                Mlp::Moe { experts, .. } => shared.experts.values().any(|own| Arc::ptr_eq(own, experts)),
-                Mlp::Dense(dense) => is_own(&dense.gate_up),
-            };
-            weights
-                .layers
-                .iter()
-                .map(|layer| usize::from(is_own(&layer.q)) + usize::from(of_layer(layer)))
-                .sum()
-        };
         let load = |policy: &mut Policy, dtype| {
             let mut exec = Buffers::new(&config, dtype, Numerics::Exact);
-            Weights::load(&mut exec, &config, &policy.shared_weights().unwrap()).unwrap()
+            Weights::load(&mut exec, &config, &policy.shared_weights()).unwrap()
         };
+        let n_copies = |policy: &Policy| {
+            let params = &policy.tape.params;
+            let is_packed = |id: usize| params.packed_matrix(ParamId(id)).is_some();
+            (0..params.weights().len()).filter(|&id| is_packed(id)).count()
+                + params.expert_layers().filter(|&id| params.packed_experts(id).is_some()).count()
+        };
+        let alone = pass(&mut policy, &mut Routing::Free);
+        assert_eq!(n_copies(&policy), 0);
+
+        let n_matrices = policy.weights().iter().filter(|(_, var)| var.rank() == 2).count();
         let weights = load(&mut policy, dtype);
-        let resident = |weights: &Weights<Buffers>| hash_tensors(&config, weights, dtype).unwrap();
-        let before = resident(&weights);
-        let all: usize = n_shared(&mut policy, &weights);
-        assert_eq!(all, 2 * config.n_layers, "{dtype}");
+        assert_eq!(n_copies(&policy), n_matrices + 1, "{dtype}: one MoE layer");
+        assert_eq!(pass(&mut policy, &mut Routing::Free), alone);
+
+        let resident = || hash_tensors(&config, &weights, dtype).unwrap();
+        let before = resident();
         policy.change(|vars| {
             for (_, var) in vars {
                 var.set(&(var.as_tensor() * 1.25).unwrap()).unwrap();
             }
         });
-        pass(&mut policy, &mut Routing::Free);
-        assert!(resident(&weights) == before, "what an engine computes with never changes");
-        assert_eq!(n_shared(&mut policy, &weights), 0_usize);
-        let other = if dtype == Dtype::F32 { Dtype::Bf16 } else { Dtype::F32 };
+        assert_eq!(n_copies(&policy), 0, "{dtype}: they are of other weights");
+        assert!(resident() == before, "what an engine computes with never changes");
+        let newer = load(&mut policy, dtype);
+        assert_eq!(n_copies(&policy), n_matrices + 1);
+        drop(newer);
+        assert_eq!(n_copies(&policy), 0, "nobody holds them");
         let weights = load(&mut policy, other);
-        assert_eq!(n_shared(&mut policy, &weights), 0_usize, "another dtype is packed anew");
+        let n_routers = usize::from(dtype == Dtype::F32 || other == Dtype::F32);
+        assert_eq!(n_copies(&policy), n_routers, "routers are f32 in both");
+        drop(weights);
     }
 }

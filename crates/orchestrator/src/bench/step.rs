@@ -195,7 +195,7 @@ impl Parts {
         let policy = Policy::load(&*subject.source, &subject.config)?;
         let policy = policy.with_precision(setup::precision(&setup.train));
         let mut trainer = Trainer::new(policy, objective.clone(), optimiser, 1.0);
-        let weights = trainer.weights()?;
+        let weights = trainer.weights();
         let worker = WorkerHandle::spawn(WorkerParts {
             engine: Engine::new(config, &subject.config, &weights, trainer.version())?,
             writer,
@@ -247,7 +247,7 @@ impl Parts {
         let train = start.elapsed().as_secs_f64();
 
         let start = Instant::now();
-        self.worker.refit(self.trainer.weights()?, self.trainer.version())?;
+        self.worker.refit(self.trainer.weights(), self.trainer.version())?;
         Ok((StepSeconds { rollout, train, refit: start.elapsed().as_secs_f64() }, age))
     }
 }

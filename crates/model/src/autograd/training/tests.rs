@@ -187,7 +187,7 @@ fn the_forward_takes_the_merged_weights_to_the_bit() {
     let mut adapted = policy(&config, false, low_rank);
     gradients(&mut adapted, &ids); // Packs copies of the base.
     let mut adapted = with_updates(adapted);
-    let mut merged = Policy::load(&adapted.shared_weights().unwrap(), &config).unwrap();
+    let mut merged = Policy::load(&adapted.shared_weights(), &config).unwrap();
     let batch = Packed { tokens: &TOKENS[..6], targets: &TOKENS[1..], lengths: &[4, 2], shared: &[] };
     let logits = |policy: &mut Policy| {
         let mut routing = Routing::Replay { ids: &ids, native: None };
@@ -220,7 +220,7 @@ fn gradients_of_factors_are_those_of_the_whole_weight_projected() {
     let config = mixed_config();
     let ids = replayed(&config);
     let mut adapted = with_updates(policy(&config, false, low_rank));
-    let mut whole = Policy::load(&adapted.shared_weights().unwrap(), &config).unwrap();
+    let mut whole = Policy::load(&adapted.shared_weights(), &config).unwrap();
     let (of_factors, of_weights) = (gradients(&mut adapted, &ids), gradients(&mut whole, &ids));
     let named =
         |policy: &Policy, name: &str| policy.vars().iter().position(|(known, _)| known == name).unwrap();

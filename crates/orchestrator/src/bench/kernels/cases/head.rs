@@ -3,12 +3,12 @@
 use std::hint::black_box;
 
 use r3_kernels::draw::draw;
-use r3_kernels::gemm::{Dtype, PackedMatrix};
-use r3_kernels::lm_head::{Scores, Targets, head_logprobs};
+use r3_kernels::gemm::Dtype;
+use r3_kernels::lm_head::{Head, PlainHead, Scores, Targets, head_logprobs};
 use r3_kernels::logprob::chosen_logprobs;
 use r3_kernels::truncate::{Truncation, draw_kept, keep};
 
-use super::{Case, DTYPES, F32, element, noise, pairs};
+use super::{Case, DTYPES, F32, noise, pairs};
 
 /// Of logits, as the engine takes them.
 pub(super) fn logprobs() -> Vec<Case> {
@@ -26,15 +26,15 @@ pub(super) fn head() -> Vec<Case> {
     let (width, vocab) = (512, 4096);
     let case = |(dtype, t): (Dtype, usize)| {
         let (hidden, ids) = (noise(t * width), vec![1_u32; t]);
-        let packed = PackedMatrix::pack(&noise(vocab * width), vocab, width, dtype);
+        let weight = noise(vocab * width);
         let mut scores = [vec![0.0; t], vec![0.0; t], vec![0.0; t]];
-        let costs = (2 * t * width * vocab, vocab * width * element(dtype) + t * width * F32);
+        let costs = (2 * t * width * vocab, (vocab + t) * width * F32);
         Case::new(format!("[{t}, {width}] x [{vocab}, {width}]"), dtype, costs, move || {
             let [logprobs, entropies, target_logits] = black_box(&mut scores);
             let targets = Targets { ids: &ids, temperature: 1.0, kept: None };
             head_logprobs(
                 black_box(&hidden),
-                &packed,
+                Head::Plain(PlainHead { weight: &weight, width, dtype }),
                 targets,
                 Scores { logprobs, entropies, target_logits },
             );
