@@ -3,6 +3,8 @@
 use crate::isa::{Isa, multiversion};
 use crate::parallel::{self, Disjoint};
 
+pub mod bytes;
+
 /// What one element costs, in multiply-adds: a root, a division and seven reads or writes.
 const ELEMENT_WORK: usize = 8;
 

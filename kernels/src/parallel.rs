@@ -54,7 +54,7 @@ pub(crate) fn spread(n_tasks: usize, in_parallel: bool, body: impl Fn(usize) + S
 const FILL_WORK: usize = 16;
 
 /// Sets all `values` to `value`.
-pub fn fill(values: &mut [f32], value: f32) {
+pub fn fill<T: Copy + Send + Sync>(values: &mut [T], value: T) {
     for_rows(values, 1, FILL_WORK, |_, run| run.fill(value));
 }
 

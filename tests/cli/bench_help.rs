@@ -177,6 +177,15 @@ fn train() {
           --recompute
               Compute activations again in the backward, which takes less memory and more time
 
+          --moments <MOMENTS>
+              Format of AdamW's moments, as `train.moments` of a recipe
+
+              Possible values:
+              - f32:  32-bit floating point
+              - 8bit: Small floats of a byte
+
+              [default: f32]
+
           --rounds <N>
               Rounds, beside one that warms up
 
@@ -270,6 +279,15 @@ fn step() {
 
           --recompute
               Compute activations again in the backward, which takes less memory and more time
+
+          --moments <MOMENTS>
+              Format of AdamW's moments, as `train.moments` of a recipe
+
+              Possible values:
+              - f32:  32-bit floating point
+              - 8bit: Small floats of a byte
+
+              [default: f32]
 
           --rounds <N>
               Rounds, beside one that warms up

@@ -6,6 +6,7 @@ use std::thread;
 
 use clap::{ArgAction, Args, ValueEnum, value_parser};
 use r3_kernels::gemm::Dtype;
+use r3_recipe::learning::MomentsFormat;
 use r3_recipe::rollout::Dtype as RecipeDtype;
 
 use crate::error::CliError;
@@ -57,6 +58,25 @@ impl From<DtypeArg> for RecipeDtype {
         match dtype {
             DtypeArg::F32 => Self::F32,
             DtypeArg::Bf16 => Self::Bf16,
+        }
+    }
+}
+
+/// A format of moments, as arguments name it.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum MomentsArg {
+    /// 32-bit floating point
+    F32,
+    /// Small floats of a byte
+    #[value(name = "8bit")]
+    EightBit,
+}
+
+impl From<MomentsArg> for MomentsFormat {
+    fn from(moments: MomentsArg) -> Self {
+        match moments {
+            MomentsArg::F32 => Self::F32,
+            MomentsArg::EightBit => Self::EightBit,
         }
     }
 }

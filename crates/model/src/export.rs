@@ -194,15 +194,21 @@ impl View for F32Tensor<'_> {
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        if cfg!(target_endian = "little") {
-            Cow::Borrowed(bytemuck::cast_slice(self.values))
-        } else {
-            Cow::Owned(self.values.iter().flat_map(|value| value.to_le_bytes()).collect())
-        }
+        little_endian(self.values)
     }
 
     fn data_len(&self) -> usize {
         size_of_val(self.values)
+    }
+}
+
+/// The bytes of `values`, as files hold them.
+#[must_use]
+pub fn little_endian(values: &[f32]) -> Cow<'_, [u8]> {
+    if cfg!(target_endian = "little") {
+        Cow::Borrowed(bytemuck::cast_slice(values))
+    } else {
+        Cow::Owned(values.iter().flat_map(|value| value.to_le_bytes()).collect())
     }
 }
 

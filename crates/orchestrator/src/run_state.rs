@@ -16,7 +16,8 @@ pub(crate) const FILE: &str = "run_state.json";
 
 /// Keys that no resumed run may change: they decide what a prompt's number, a sample's key and the optimiser's state stand
 /// for.
-const FIXED: [&str; 6] = ["task", "run.seed", "model.tokenizer", "train.muon", "train.freeze", "train.lora"];
+const FIXED: [&str; 7] =
+    ["task", "run.seed", "model.tokenizer", "train.moments", "train.muon", "train.freeze", "train.lora"];
 
 /// Keys that must stay while rollouts wait that were sampled under them.
 const FIXED_BY_PENDING: [&str; 2] = ["rollout", "router_replay"];
@@ -157,6 +158,7 @@ mod tests {
             ("/run/seed", json!(9)),
             ("/task/arithmetic/digits", json!(3)),
             ("/train/muon", json!({ "momentum": 0.95, "nesterov": true, "iterations": 5 })),
+            ("/train/moments", json!("8bit")),
             ("/train/freeze", json!(["*.mlp.gate.weight"])),
             ("/train/lora", json!({ "rank": 4, "alpha": 8.0, "targets": ["*_proj.weight"] })),
         ] {

@@ -14,7 +14,7 @@ fn one() -> f64 {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Train {
-    /// Format of what products multiply, forward and backward; weights, gradients and optimiser state are f32 in either.
+    /// Format of what products multiply, forward and backward; weights and gradients are f32 in either.
     pub dtype: Dtype,
     /// Keeps the input of every layer alone and runs layers again, on the same experts, when gradients need the rest: less
     /// memory for a third more work, and the same bits.
@@ -37,6 +37,8 @@ pub struct Train {
     /// What is done when a loss or gradient is not finite. A logprob that is not always stops the run, since weights are
     /// broken then.
     pub non_finite: NonFinite,
+    /// Format of AdamW's running means, of which there are two for every weight.
+    pub moments: MomentsFormat,
     /// Muon for matrices; AdamW alone by default.
     pub muon: Option<Muon>,
     /// Optimiser steps over which the learning rate rises linearly from 0.
@@ -74,6 +76,7 @@ impl Default for Train {
             weight_decay: 0.0,
             grad_clip: 1.0,
             non_finite: NonFinite::Stop,
+            moments: MomentsFormat::F32,
             muon: None,
             warmup_steps: 0,
             schedule: Schedule::Constant,
@@ -111,6 +114,19 @@ impl Lora {
     fn default_alpha() -> f64 {
         16.0
     }
+}
+
+/// Format of AdamW's running means.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum MomentsFormat {
+    /// 32-bit floating point.
+    #[default]
+    F32,
+    /// Small floats of a byte, rounded at random, with a scale for every 256 (as 8-bit AdamW, arXiv 2110.02861): a quarter
+    /// of the memory.
+    #[serde(rename = "8bit")]
+    EightBit,
 }
 
 /// The learning rate after warm-up.

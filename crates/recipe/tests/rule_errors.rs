@@ -505,7 +505,7 @@ fn an_override_of_an_unknown_key_is_shown() {
     1 | train.lrr=1e-4
       | ^^^^^^^^^
 
-    hint: did you mean `lr`? `train` takes `dtype`, `recompute`, `freeze`, `lora`, `lr`, `betas`, `eps`, `weight_decay`, `grad_clip`, `non_finite`, `muon`, `warmup_steps`, `schedule`, `decay_steps`, `min_lr_ratio`, `mini_steps`, `micro_batch_tokens`, `share_prompts`, `max_staleness`
+    hint: did you mean `lr`? `train` takes `dtype`, `recompute`, `freeze`, `lora`, `lr`, `betas`, `eps`, `weight_decay`, `grad_clip`, `non_finite`, `moments`, `muon`, `warmup_steps`, `schedule`, `decay_steps`, `min_lr_ratio`, `mini_steps`, `micro_batch_tokens`, `share_prompts`, `max_staleness`
     ");
 }
 

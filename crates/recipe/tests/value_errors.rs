@@ -41,7 +41,7 @@ fn an_unknown_key_in_a_block_style_mapping_is_pointed_at() {
     7 |   steps: 2
       |   ^^^^^
 
-    hint: there is `run.steps`; `train` takes `dtype`, `recompute`, `freeze`, `lora`, `lr`, `betas`, `eps`, `weight_decay`, `grad_clip`, `non_finite`, `muon`, `warmup_steps`, `schedule`, `decay_steps`, `min_lr_ratio`, `mini_steps`, `micro_batch_tokens`, `share_prompts`, `max_staleness`
+    hint: there is `run.steps`; `train` takes `dtype`, `recompute`, `freeze`, `lora`, `lr`, `betas`, `eps`, `weight_decay`, `grad_clip`, `non_finite`, `moments`, `muon`, `warmup_steps`, `schedule`, `decay_steps`, `min_lr_ratio`, `mini_steps`, `micro_batch_tokens`, `share_prompts`, `max_staleness`
     ");
 }
 
@@ -54,7 +54,7 @@ fn a_key_of_another_section_is_found() {
     6 |   temperature: 0.7
       |   ^^^^^^^^^^^
 
-    hint: there is `rollout.temperature`; `train` takes `dtype`, `recompute`, `freeze`, `lora`, `lr`, `betas`, `eps`, `weight_decay`, `grad_clip`, `non_finite`, `muon`, `warmup_steps`, `schedule`, `decay_steps`, `min_lr_ratio`, `mini_steps`, `micro_batch_tokens`, `share_prompts`, `max_staleness`
+    hint: there is `rollout.temperature`; `train` takes `dtype`, `recompute`, `freeze`, `lora`, `lr`, `betas`, `eps`, `weight_decay`, `grad_clip`, `non_finite`, `moments`, `muon`, `warmup_steps`, `schedule`, `decay_steps`, `min_lr_ratio`, `mini_steps`, `micro_batch_tokens`, `share_prompts`, `max_staleness`
     ");
 }
 
@@ -67,7 +67,7 @@ fn a_peers_key_is_translated() {
     6 |   learning_rate: 3.0e-4
       |   ^^^^^^^^^^^^^
 
-    hint: r3 calls this `train.lr`; `train` takes `dtype`, `recompute`, `freeze`, `lora`, `lr`, `betas`, `eps`, `weight_decay`, `grad_clip`, `non_finite`, `muon`, `warmup_steps`, `schedule`, `decay_steps`, `min_lr_ratio`, `mini_steps`, `micro_batch_tokens`, `share_prompts`, `max_staleness`
+    hint: r3 calls this `train.lr`; `train` takes `dtype`, `recompute`, `freeze`, `lora`, `lr`, `betas`, `eps`, `weight_decay`, `grad_clip`, `non_finite`, `moments`, `muon`, `warmup_steps`, `schedule`, `decay_steps`, `min_lr_ratio`, `mini_steps`, `micro_batch_tokens`, `share_prompts`, `max_staleness`
     ");
 }
 

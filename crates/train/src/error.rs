@@ -71,8 +71,8 @@ pub enum Damage {
     Missing { tensor: String },
     #[error("{tensor} belongs to no weight of this model")]
     Surplus { tensor: String },
-    #[error("{tensor} is {found}, but the model needs f32 of {expected} values")]
-    Misshapen { tensor: String, found: String, expected: usize },
+    #[error("{tensor} is {found}, but the model needs {expected}")]
+    Misshapen { tensor: String, found: String, expected: String },
 }
 
 impl TrainError {

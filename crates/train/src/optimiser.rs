@@ -4,11 +4,12 @@ use std::sync::Mutex;
 
 use candle_core::{CpuStorage, InplaceOp1, Layout, Var, bail};
 use r3_core::ids::PolicyVersion;
+use r3_kernels::adamw::bytes::ByteMoments;
 use r3_kernels::adamw::{AdamwStep, adamw};
 use r3_kernels::muon::{MuonStep, muon};
 use r3_kernels::parallel;
 use r3_model::autograd::gradients::Gradients;
-use r3_recipe::learning::{Muon, NonFinite, Sft, Train};
+use r3_recipe::learning::{MomentsFormat, Muon, NonFinite, Sft, Train};
 
 use crate::error::TrainError;
 use crate::schedule::LearningRate;
@@ -26,6 +27,8 @@ pub struct OptimiserConfig {
     pub weight_decay: f64,
     /// Largest global L2 norm of a gradient.
     pub max_grad_norm: f64,
+    /// Format of AdamW's running means.
+    pub moments: MomentsFormat,
     /// What matrices but embedding and head are updated by, instead of AdamW.
     pub muon: Option<Muon>,
     /// What a gradient that is not finite leads to.
@@ -42,6 +45,7 @@ impl OptimiserConfig {
             eps: train.eps,
             weight_decay: train.weight_decay,
             max_grad_norm: train.grad_clip,
+            moments: train.moments,
             muon: train.muon.clone(),
             non_finite: train.non_finite,
         }
@@ -56,26 +60,106 @@ impl OptimiserConfig {
             eps: 1e-8,
             weight_decay: sft.weight_decay,
             max_grad_norm: sft.grad_clip,
+            moments: MomentsFormat::F32,
             muon: None,
             non_finite: NonFinite::Stop,
         }
     }
 }
 
-/// The running means of one weight, flat f32.
+/// What the optimiser remembers of one weight, flat.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Moments {
-    /// Of the gradient; of a matrix that Muon updates, its running sum.
-    pub m: Vec<f32>,
-    /// Of the squared gradient; empty for Muon.
-    pub v: Vec<f32>,
+pub enum Moments {
+    /// AdamW's in f32.
+    Whole {
+        /// Running mean of the gradient.
+        m: Vec<f32>,
+        /// Running mean of its square.
+        v: Vec<f32>,
+    },
+    /// AdamW's, a byte each.
+    Bytes(ByteMoments),
+    /// Muon's running sum of the gradients of a matrix.
+    Sum(Vec<f32>),
+}
+
+/// A part of [`Moments`], as a file holds it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Part<'a> {
+    /// Numbers.
+    F32(&'a [f32]),
+    /// Codes.
+    U8(&'a [u8]),
+}
+
+impl Part<'_> {
+    /// Numbers or codes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        match self {
+            Self::F32(values) => values.len(),
+            Self::U8(codes) => codes.len(),
+        }
+    }
+
+    /// Bytes in a file.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::F32(values) => size_of_val(*values),
+            Self::U8(codes) => codes.len(),
+        }
+    }
 }
 
 impl Moments {
-    /// Elements of both.
+    /// Those of `len` elements before the first step.
+    fn zeros(len: usize, is_matrix_of_muon: bool, format: MomentsFormat) -> Self {
+        match format {
+            _ if is_matrix_of_muon => Self::Sum(vec![0.0; len]),
+            MomentsFormat::F32 => Self::Whole { m: vec![0.0; len], v: vec![0.0; len] },
+            MomentsFormat::EightBit => Self::Bytes(ByteMoments::zeros(len)),
+        }
+    }
+
+    /// Its parts, each with what a file calls it.
     #[must_use]
-    pub fn lengths(&self) -> [usize; 2] {
-        [self.m.len(), self.v.len()]
+    pub fn parts(&self) -> Vec<(&'static str, Part<'_>)> {
+        match self {
+            Self::Whole { m, v } => vec![("m", Part::F32(m)), ("v", Part::F32(v))],
+            Self::Bytes(ByteMoments { mean, root }) => vec![
+                ("m", Part::U8(&mean.codes)),
+                ("m_scale", Part::F32(&mean.scales)),
+                ("root_v", Part::U8(&root.codes)),
+                ("root_v_scale", Part::F32(&root.scales)),
+            ],
+            Self::Sum(m) => vec![("m", Part::F32(m))],
+        }
+    }
+
+    /// The running mean or sum.
+    #[cfg(test)]
+    pub(crate) fn mean(&self) -> &[f32] {
+        match self {
+            Self::Whole { m, .. } | Self::Sum(m) => m,
+            Self::Bytes(_) => panic!("a byte is no number"),
+        }
+    }
+
+    /// Touches memory that nobody has touched yet. A page that is read before it is written to is mapped twice, and the second
+    /// time every other core is interrupted.
+    fn touch(&mut self) {
+        match self {
+            Self::Whole { m, v } => {
+                parallel::fill(m, 0.0);
+                parallel::fill(v, 0.0);
+            }
+            Self::Bytes(ByteMoments { mean, root }) => {
+                parallel::fill(&mut mean.codes, 0);
+                parallel::fill(&mut root.codes, 0);
+            }
+            Self::Sum(m) => parallel::fill(m, 0.0),
+        }
     }
 }
 
@@ -106,11 +190,12 @@ impl Optimiser {
         let matrices =
             vars.iter().map(|(name, var)| config.muon.as_ref().and_then(|_| matrix(name, var.dims())));
         let matrices: Vec<_> = matrices.collect();
-        let moments = vars.iter().zip(&matrices).map(|((_, var), matrix)| Moments {
-            m: vec![0.0; var.elem_count()],
-            v: vec![0.0; if matrix.is_some() { 0 } else { var.elem_count() }],
-        });
-        Self { config, moments: moments.collect(), matrices, steps: 0 }
+        let moments = vars
+            .iter()
+            .zip(&matrices)
+            .map(|((_, var), matrix)| Moments::zeros(var.elem_count(), matrix.is_some(), config.moments))
+            .collect();
+        Self { config, moments, matrices, steps: 0 }
     }
 
     /// Continues a run after `steps` optimiser steps.
@@ -118,8 +203,10 @@ impl Optimiser {
     /// # Panics
     /// If `moments` are not those of the same weights.
     pub fn resume(&mut self, moments: Vec<Moments>, steps: u64) {
-        let lengths = |moments: &[Moments]| moments.iter().map(Moments::lengths).collect::<Vec<_>>();
-        assert_eq!(lengths(&moments), lengths(&self.moments), "moments of other weights");
+        let shapes = |moments: &[Moments]| -> Vec<_> {
+            moments.iter().flat_map(Moments::parts).map(|(name, part)| (name, part.len())).collect()
+        };
+        assert_eq!(shapes(&moments), shapes(&self.moments), "moments of other weights");
         self.moments = moments;
         self.steps = steps;
     }
@@ -162,22 +249,21 @@ impl Optimiser {
             });
         }
         if self.steps == 0 {
-            // Nobody has touched them yet. A page that is read before it is written to is mapped twice, and the second time every
-            // other core is interrupted.
-            for Moments { m, v } in &mut self.moments {
-                parallel::fill(m, 0.0);
-                parallel::fill(v, 0.0);
-            }
+            self.moments.iter_mut().for_each(Moments::touch);
         }
         let lr = self.config.lr.at(self.steps);
         let grad_scale = clip_scale(grad_norm, self.config.max_grad_norm);
         let (adamw_step, muon_step) = self.config.steps(lr, self.steps + 1, grad_scale);
         let weights = vars.iter().zip(&self.matrices).zip(&mut self.moments);
-        for (index, (((_, var), &matrix), Moments { m, v })) in weights.enumerate() {
+        for (index, (((_, var), &matrix), moments)) in weights.enumerate() {
             let gradient = gradients.tensor(index);
-            in_place(var, |values| match (matrix, &muon_step) {
-                (Some(shape), Some(step)) => muon(values, gradient, m, shape, step),
-                _ => adamw(values, gradient, m, v, &adamw_step),
+            // Another in every step, and for every tensor.
+            let seed = (self.steps << 32) | index as u64;
+            in_place(var, |values| match (&mut *moments, matrix, &muon_step) {
+                (Moments::Sum(m), Some(shape), Some(step)) => muon(values, gradient, m, shape, step),
+                (Moments::Whole { m, v }, ..) => adamw(values, gradient, m, v, &adamw_step),
+                (Moments::Bytes(bytes), ..) => bytes.update(values, gradient, &adamw_step, seed),
+                (Moments::Sum(_), ..) => unreachable!("Muon's are of matrices"),
             })?;
         }
         self.steps += 1;
@@ -255,6 +341,8 @@ impl<F: FnMut(&mut [f32]) + Send> InplaceOp1 for InPlace<F> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use candle_core::Device;
     use r3_recipe::learning::Schedule;
 
@@ -275,6 +363,7 @@ mod tests {
             eps: 1e-8,
             weight_decay: 0.1,
             max_grad_norm,
+            moments: MomentsFormat::F32,
             muon: None,
             non_finite: NonFinite::Stop,
         }
@@ -330,7 +419,7 @@ mod tests {
         let mut optimiser = Optimiser::new(&vars, config(1.0));
         let update = optimiser.update(&vars, &gradients(&vars, [3.0, 4.0, 0.0]), PolicyVersion(0)).unwrap();
         assert_eq!(update.grad_norm, 5.0);
-        assert!((optimiser.moments()[0].m[0] - 0.1 * 3.0 / 5.0).abs() < 1e-6);
+        assert!((optimiser.moments()[0].mean()[0] - 0.1 * 3.0 / 5.0).abs() < 1e-6);
         assert_eq!(clip_scale(0.5, 1.0), 1.0);
     }
 
@@ -349,19 +438,42 @@ mod tests {
 
     #[test]
     fn a_resumed_optimiser_continues_bit_for_bit() {
-        let (whole, split) = (vars(), vars());
-        let mut optimiser = Optimiser::new(&whole, config(1.0));
-        let mut first = Optimiser::new(&split, config(1.0));
-        let factors = [[1.0, 2.0, 3.0], [-1.0, 0.5, 0.1]];
-        for (vars, optimiser) in [(&whole, &mut optimiser), (&split, &mut first)] {
-            optimiser.update(vars, &gradients(vars, factors[0]), PolicyVersion(0)).unwrap();
+        for moments in [MomentsFormat::F32, MomentsFormat::EightBit] {
+            let config = OptimiserConfig { moments, ..config(1.0) };
+            let (whole, split) = (vars(), vars());
+            let mut optimiser = Optimiser::new(&whole, config.clone());
+            let mut first = Optimiser::new(&split, config.clone());
+            let factors = [[1.0, 2.0, 3.0], [-1.0, 0.5, 0.1]];
+            for (vars, optimiser) in [(&whole, &mut optimiser), (&split, &mut first)] {
+                optimiser.update(vars, &gradients(vars, factors[0]), PolicyVersion(0)).unwrap();
+            }
+            let mut second = Optimiser::new(&split, config);
+            second.resume(first.moments().to_vec(), first.steps());
+            for (vars, optimiser) in [(&whole, &mut optimiser), (&split, &mut second)] {
+                optimiser.update(vars, &gradients(vars, factors[1]), PolicyVersion(1)).unwrap();
+            }
+            assert_eq!(values(&whole), values(&split));
+            assert_eq!(optimiser.moments(), second.moments());
         }
-        let mut second = Optimiser::new(&split, config(1.0));
-        second.resume(first.moments().to_vec(), first.steps());
-        for (vars, optimiser) in [(&whole, &mut optimiser), (&split, &mut second)] {
-            optimiser.update(vars, &gradients(vars, factors[1]), PolicyVersion(1)).unwrap();
+    }
+
+    #[test]
+    fn moments_of_a_byte_round_in_another_way_in_every_step_and_tensor() {
+        let var = || Var::new(vec![1.0_f32; 512], &Device::Cpu).unwrap();
+        let vars = vec![("a".into(), var()), ("b".into(), var())];
+        let mut optimiser =
+            Optimiser::new(&vars, OptimiserConfig { moments: MomentsFormat::EightBit, ..config(1e9) });
+        let gradient: Vec<f32> = (1..=512_u16).map(f32::from).collect();
+        let mut codes = BTreeSet::new();
+        for version in 0..2 {
+            let gradients = Gradients::new(vec![gradient.clone(); 2]);
+            optimiser.update(&vars, &gradients, PolicyVersion(version)).unwrap();
+            for moments in optimiser.moments() {
+                let Moments::Bytes(ByteMoments { mean, .. }) = moments else { panic!("a byte each") };
+                codes.insert(mean.codes.clone());
+            }
         }
-        assert_eq!(values(&whole), values(&split));
+        assert_eq!(codes.len(), 4);
     }
 
     #[test]
@@ -378,13 +490,15 @@ mod tests {
         let vars = vec![("q.weight".into(), zeros(&[2, 3])), ("norm.weight".into(), zeros(&[2]))];
         let muon = Muon { momentum: 0.5, ..Muon::default() };
         let mut optimiser = Optimiser::new(&vars, OptimiserConfig { muon: Some(muon), ..config(1e9) });
-        let lengths: Vec<_> = optimiser.moments().iter().map(Moments::lengths).collect();
-        assert_eq!(lengths, [[6, 0], [2, 2]]);
+        let [Moments::Sum(sum), Moments::Whole { m, v }] = optimiser.moments() else {
+            panic!("a matrix, a norm")
+        };
+        assert_eq!([sum.len(), m.len(), v.len()], [6, 2, 2]);
         let mut gradients = Gradients::new(vec![vec![3.0, 0.0, 0.0, 0.0, 0.01, 0.0], vec![1.0, -1.0]]);
         optimiser.update(&vars, &gradients, PolicyVersion(0)).unwrap();
         gradients.zero();
         optimiser.update(&vars, &gradients, PolicyVersion(1)).unwrap();
-        assert_eq!(optimiser.moments()[0].m, [1.5, 0.0, 0.0, 0.0, 0.005, 0.0]);
+        assert_eq!(optimiser.moments()[0].mean(), [1.5, 0.0, 0.0, 0.0, 0.005, 0.0]);
         // Both directions of the matrix move as far, though one of its gradients is 300 times the other's.
         let values = values(&vars);
         assert!((0.5..2.0).contains(&(values[0] / values[4])), "{values:?}");

@@ -1,15 +1,19 @@
-//! The optimiser's running means as a safetensors file: `m.<weight>` and, but for matrices under Muon, `v.<weight>`, flat f32.
+//! What the optimiser remembers as a safetensors file, flat: `m.<weight>` and, but for matrices under Muon, `v.<weight>` in f32;
+//! of moments that take a byte each, codes `m.<weight>` and `root_v.<weight>`, and the f32 scales of their blocks,
+//! `m_scale.<weight>` and `root_v_scale.<weight>`.
 
+use std::borrow::Cow;
 use std::fs;
 use std::path::Path;
 
 use candle_core::Var;
-use r3_model::export::{F32Tensor, write_safetensors};
+use r3_kernels::adamw::bytes::{ByteMoments, Bytes};
+use r3_model::export::{little_endian, write_safetensors};
 use safetensors::SafeTensors;
-use safetensors::tensor::Dtype;
+use safetensors::tensor::{Dtype, View};
 
 use crate::error::{Damage, TrainError};
-use crate::optimiser::Moments;
+use crate::optimiser::{Moments, Part};
 
 /// Its name inside a checkpoint.
 pub const FILE: &str = "optimiser.safetensors";
@@ -17,7 +21,7 @@ pub const FILE: &str = "optimiser.safetensors";
 /// Bytes [`write()`] needs, short of the header's few.
 #[must_use]
 pub fn bytes(moments: &[Moments]) -> u64 {
-    moments.iter().map(|one| size_of_val(&one.m[..]) + size_of_val(&one.v[..])).sum::<usize>() as u64
+    moments.iter().flat_map(Moments::parts).map(|(_, part)| part.bytes()).sum::<usize>() as u64
 }
 
 /// Writes `moments`, those of `vars` in their order, into `dir`.
@@ -26,14 +30,13 @@ pub fn bytes(moments: &[Moments]) -> u64 {
 /// If the file cannot be written.
 pub fn write(dir: &Path, vars: &[(String, Var)], moments: &[Moments]) -> Result<(), TrainError> {
     let tensors = vars.iter().zip(moments).flat_map(|((name, _), one)| {
-        let v = (!one.v.is_empty()).then(|| (format!("v.{name}"), flat(&one.v)));
-        [(format!("m.{name}"), flat(&one.m))].into_iter().chain(v)
+        one.parts().into_iter().map(move |(part, values)| (format!("{part}.{name}"), Stored::new(values)))
     });
     Ok(write_safetensors(&dir.join(FILE), tensors, None)?)
 }
 
-/// Reads the moments of `vars` from `dir`, in the order of `vars` and as long as `fresh`, those of an optimiser that has
-/// made no step.
+/// Reads the moments of `vars` from `dir`, in the order of `vars` and of the kind and length of `fresh`, those of an optimiser
+/// that has made no step.
 ///
 /// # Errors
 /// If the file cannot be read, is not whole, or does not hold exactly the moments of these weights; the
@@ -46,36 +49,85 @@ pub fn read(dir: &Path, vars: &[(String, Var)], fresh: &[Moments]) -> Result<Vec
 
 fn parse(bytes: &[u8], vars: &[(String, Var)], fresh: &[Moments]) -> Result<Vec<Moments>, Damage> {
     let file = SafeTensors::deserialize(bytes)?;
-    let lengths = vars.iter().zip(fresh).map(|((name, _), fresh)| (&**name, fresh.lengths()));
-    let known = |stored: &str| match stored.split_once('.') {
-        Some(("m", name)) => lengths.clone().any(|(var, _)| var == name),
-        Some(("v", name)) => lengths.clone().any(|(var, [_, v])| var == name && v > 0),
-        _ => false,
+    let all = vars.iter().zip(fresh).map(|((name, _), fresh)| (&**name, fresh));
+    let known = |stored: &str| {
+        stored.split_once('.').is_some_and(|(part, weight)| {
+            all.clone()
+                .any(|(name, fresh)| name == weight && fresh.parts().iter().any(|(own, _)| *own == part))
+        })
     };
     if let Some(tensor) = file.names().into_iter().find(|name| !known(name)) {
         return Err(Damage::Surplus { tensor: tensor.to_owned() });
     }
-    let read = |prefix, name: &str, len| read_tensor(&file, format!("{prefix}.{name}"), len);
-    let moments = lengths.clone().map(|(name, [m, v])| {
-        let m = read("m", name, m)?;
-        Ok(Moments { m, v: if v > 0 { read("v", name, v)? } else { Vec::new() } })
-    });
-    moments.collect()
+    all.clone().map(|(name, fresh)| read_moments(&file, name, fresh)).collect()
 }
 
-fn flat(values: &[f32]) -> F32Tensor<'_> {
-    F32Tensor { shape: vec![values.len()], values }
+fn read_moments(file: &SafeTensors<'_>, name: &str, fresh: &Moments) -> Result<Moments, Damage> {
+    let numbers = |part: &str, values: &[f32]| -> Result<Vec<f32>, Damage> {
+        let bytes = read_tensor(file, format!("{part}.{name}"), (Dtype::F32, values.len()))?;
+        let (numbers, _) = bytes.as_chunks();
+        Ok(numbers.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect())
+    };
+    let bytes = |part: &str, fresh: &Bytes| -> Result<Bytes, Damage> {
+        let codes = read_tensor(file, format!("{part}.{name}"), (Dtype::U8, fresh.codes.len()))?.to_vec();
+        Ok(Bytes { codes, scales: numbers(&format!("{part}_scale"), &fresh.scales)? })
+    };
+    Ok(match fresh {
+        Moments::Whole { m, v } => Moments::Whole { m: numbers("m", m)?, v: numbers("v", v)? },
+        Moments::Bytes(ByteMoments { mean, root }) => {
+            Moments::Bytes(ByteMoments { mean: bytes("m", mean)?, root: bytes("root_v", root)? })
+        }
+        Moments::Sum(m) => Moments::Sum(numbers("m", m)?),
+    })
 }
 
-fn read_tensor(file: &SafeTensors<'_>, name: String, expected: usize) -> Result<Vec<f32>, Damage> {
-    let Ok(tensor) = file.tensor(&name) else { return Err(Damage::Missing { tensor: name }) };
-    if tensor.dtype() != Dtype::F32 || tensor.shape() != [expected] {
-        let found = format!("{} of shape {:?}", tensor.dtype(), tensor.shape());
-        return Err(Damage::Misshapen { tensor: name, found, expected });
+/// A part as the file holds it.
+struct Stored<'a> {
+    shape: [usize; 1],
+    part: Part<'a>,
+}
+
+impl<'a> Stored<'a> {
+    fn new(part: Part<'a>) -> Self {
+        Self { shape: [part.len()], part }
     }
-    let values =
-        tensor.data().chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().expect("4 bytes")));
-    Ok(values.collect())
+}
+
+impl View for Stored<'_> {
+    fn dtype(&self) -> Dtype {
+        match self.part {
+            Part::F32(_) => Dtype::F32,
+            Part::U8(_) => Dtype::U8,
+        }
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        match self.part {
+            Part::F32(values) => little_endian(values),
+            Part::U8(codes) => Cow::Borrowed(codes),
+        }
+    }
+
+    fn data_len(&self) -> usize {
+        self.part.bytes()
+    }
+}
+
+fn read_tensor<'a>(
+    file: &SafeTensors<'a>,
+    name: String,
+    (dtype, len): (Dtype, usize),
+) -> Result<&'a [u8], Damage> {
+    let Ok(tensor) = file.tensor(&name) else { return Err(Damage::Missing { tensor: name }) };
+    if tensor.dtype() != dtype || tensor.shape() != [len] {
+        let found = format!("{} of shape {:?}", tensor.dtype(), tensor.shape());
+        return Err(Damage::Misshapen { tensor: name, found, expected: format!("{dtype} of shape [{len}]") });
+    }
+    Ok(tensor.data())
 }
 
 #[cfg(test)]
@@ -91,15 +143,15 @@ mod tests {
 
     fn moments() -> Vec<Moments> {
         vec![
-            Moments { m: vec![1.0, -2.0], v: vec![0.5, f32::MIN_POSITIVE] },
-            Moments { m: vec![3.0, 4.0, 5.0], v: vec![6.0, 7.0, 8.0] },
+            Moments::Whole { m: vec![1.0, -2.0], v: vec![0.5, f32::MIN_POSITIVE] },
+            Moments::Whole { m: vec![3.0, 4.0, 5.0], v: vec![6.0, 7.0, 8.0] },
         ]
     }
 
     /// Those of AdamW.
     fn fresh(vars: &[(String, Var)]) -> Vec<Moments> {
         let zeros = |var: &Var| vec![0.0; var.elem_count()];
-        vars.iter().map(|(_, var)| Moments { m: zeros(var), v: zeros(var) }).collect()
+        vars.iter().map(|(_, var)| Moments::Whole { m: zeros(var), v: zeros(var) }).collect()
     }
 
     fn read_adamw(dir: &Path, vars: &[(String, Var)]) -> Result<Vec<Moments>, TrainError> {
@@ -152,12 +204,28 @@ mod tests {
     #[test]
     fn a_matrix_under_muon_has_one_mean_and_is_not_taken_for_another_optimisers() {
         let (dir, mut muon) = (tempfile::tempdir().unwrap(), moments());
-        muon[1].v.clear();
+        muon[1] = Moments::Sum(vec![3.0, 4.0, 5.0]);
         write(dir.path(), &vars(), &muon).unwrap();
         assert_eq!(read(dir.path(), &vars(), &muon).unwrap(), muon);
         assert_eq!(bytes(&muon), 28);
         assert_eq!(refusal(read_adamw(dir.path(), &vars())), "v.a.weight is missing");
         write(dir.path(), &vars(), &moments()).unwrap();
         assert!(refusal(read(dir.path(), &vars(), &muon)).contains("v.a.weight belongs to no weight"));
+    }
+
+    #[test]
+    fn moments_of_a_byte_read_back_and_are_not_taken_for_f32() {
+        let dir = tempfile::tempdir().unwrap();
+        let fresh: Vec<_> = [2, 3].map(|len| Moments::Bytes(ByteMoments::zeros(len))).into();
+        let mut moved = fresh.clone();
+        let Moments::Bytes(bytes) = &mut moved[1] else { unreachable!("made above") };
+        (bytes.mean.codes, bytes.root.codes) = (vec![1, 200, 255], vec![9, 0, 3]);
+        (bytes.mean.scales, bytes.root.scales) = (vec![0.5], vec![1e-9]);
+        write(dir.path(), &vars(), &moved).unwrap();
+        assert_eq!(read(dir.path(), &vars(), &fresh).unwrap(), moved);
+        assert_eq!(super::bytes(&moved), 2 * 5 + 4 * 4);
+        assert!(refusal(read_adamw(dir.path(), &vars())).contains("belongs to no weight"));
+        write(dir.path(), &vars(), &moments()).unwrap();
+        assert!(refusal(read(dir.path(), &vars(), &fresh)).contains("belongs to no weight"));
     }
 }

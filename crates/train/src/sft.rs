@@ -194,7 +194,7 @@ mod tests {
     }
 
     fn moments(trainer: &SftTrainer) -> Vec<f32> {
-        trainer.learner.optimiser.moments().iter().flat_map(|one| one.m.clone()).collect()
+        trainer.learner.optimiser.moments().iter().flat_map(|one| one.mean().to_vec()).collect()
     }
 
     #[test]

@@ -8,7 +8,7 @@ use r3_orchestrator::bench::subject::Subject;
 use r3_recipe::learning::Train;
 use serde::Serialize;
 
-use crate::args::DtypeArg;
+use crate::args::{DtypeArg, MomentsArg};
 use crate::error::CliError;
 use crate::output;
 
@@ -92,12 +92,20 @@ struct TrainerArgs {
     /// Compute activations again in the backward, which takes less memory and more time
     #[arg(long)]
     recompute: bool,
+    /// Format of AdamW's moments, as `train.moments` of a recipe
+    #[arg(long, value_enum, default_value_t = MomentsArg::F32)]
+    moments: MomentsArg,
 }
 
 impl TrainerArgs {
     /// The section `train` of a recipe that says so.
     fn section(&self, dtype: DtypeArg) -> Train {
-        let mut train = Train { dtype: dtype.into(), recompute: self.recompute, ..Train::default() };
+        let mut train = Train {
+            dtype: dtype.into(),
+            recompute: self.recompute,
+            moments: self.moments.into(),
+            ..Train::default()
+        };
         if let Some(tokens) = self.micro_batch_tokens {
             train.micro_batch_tokens = tokens as usize;
         }

@@ -12,7 +12,7 @@ use r3_kernels::gemm::Dtype;
 use r3_kernels::numerics::Numerics;
 use r3_model::autograd::Policy;
 use r3_recipe::algorithm::Grpo;
-use r3_recipe::learning::Train;
+use r3_recipe::learning::{MomentsFormat, Train};
 use r3_recipe::rollout::{Engine as EngineSection, InFlight};
 use r3_ring::frame::max_frame_bytes;
 use r3_ring::ring::Ring;
@@ -83,6 +83,8 @@ pub struct StepBench {
     pub micro_batch_tokens: usize,
     /// Whether layers run again in the backward.
     pub recompute: bool,
+    /// Format of AdamW's moments.
+    pub moments: MomentsFormat,
     /// Steps measured, behind the first.
     pub rounds: usize,
     /// Seconds of a whole step: the sum of the next three.
@@ -153,6 +155,7 @@ pub fn measure(subject: &Subject, setup: &StepSetup) -> Result<StepBench, RunErr
             train_dtype: setup.train.dtype.to_string(),
             micro_batch_tokens: setup.train.micro_batch_tokens,
             recompute: setup.train.recompute,
+            moments: setup.train.moments,
             rounds: steps.len(),
             step_seconds: over(|step| step.rollout + step.train + step.refit),
             rollout_seconds: over(|step| step.rollout),

@@ -10,7 +10,7 @@ use r3_kernels::route_record::RouteRecord;
 use r3_kernels::router::Routing;
 use r3_model::autograd::{Packed, Policy};
 use r3_recipe::algorithm::Dapo;
-use r3_recipe::learning::Train;
+use r3_recipe::learning::{MomentsFormat, Train};
 use r3_train::batch::{Batch, Group, Limits, RoutesUse, Sample};
 use r3_train::error::TrainError;
 use r3_train::objective::dapo;
@@ -52,6 +52,8 @@ pub struct TrainBench {
     pub micro_batch_tokens: usize,
     /// Whether layers run again in the backward.
     pub recompute: bool,
+    /// Format of AdamW's moments.
+    pub moments: MomentsFormat,
     /// Steps measured.
     pub rounds: usize,
     /// Tokens fed a second, over whole optimiser steps.
@@ -159,6 +161,7 @@ fn summary(setup: &TrainSetup, timed: &[StepSeconds]) -> TrainBench {
         dtype: setup.train.dtype.to_string(),
         micro_batch_tokens: setup.train.micro_batch_tokens,
         recompute: setup.train.recompute,
+        moments: setup.train.moments,
         rounds: timed.len(),
         tokens_per_second: over(&|step| n_tokens / step.all()),
         forward_seconds: over(&|step| step.forward),

@@ -103,7 +103,7 @@ fn step(precision: Precision, rollouts: &[OwnedRollout], limits: Limits) -> Outc
             logprobs.extend(rows[shared.n_shared - own.n_shared..].iter().map(|logprob| logprob.to_bits()));
         }
         let moments = trainer.learner.optimiser.moments();
-        let gradients = moments.iter().map(|one| one.m.clone()).collect();
+        let gradients = moments.iter().map(|one| one.mean().to_vec()).collect();
         Outcome { stats, logprobs, gradients }
     })
 }

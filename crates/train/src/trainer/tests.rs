@@ -61,7 +61,7 @@ fn flat(vars: &[(String, Var)]) -> Vec<f32> {
 
 /// The first step's running mean is a tenth of the clipped gradient.
 pub(super) fn first_moments(trainer: &Trainer) -> Vec<f32> {
-    trainer.learner.optimiser.moments().iter().flat_map(|one| one.m.clone()).collect()
+    trainer.learner.optimiser.moments().iter().flat_map(|one| one.mean().to_vec()).collect()
 }
 
 /// Shifts the first expert of every choice where that keeps the ids distinct.
@@ -84,7 +84,7 @@ fn every_weight_gets_a_gradient_under_replay_and_without() {
         step(&mut trainer, &rollouts(), Limits { routes, ..WHOLE }).unwrap();
         let Learner { policy, optimiser, .. } = &trainer.learner;
         for ((name, _), moments) in policy.vars().iter().zip(optimiser.moments()) {
-            assert!(moments.m.iter().any(|m| *m != 0.0), "{name} does not learn");
+            assert!(moments.mean().iter().any(|m| *m != 0.0), "{name} does not learn");
         }
     }
 }
@@ -262,7 +262,7 @@ fn through_replayed_gates_no_router_learns_and_everything_else_does() {
         assert_eq!(stats.mismatch.abs_diff_max, 0.0);
         let Learner { policy, optimiser, .. } = &trainer.learner;
         for ((name, _), moments) in policy.vars().iter().zip(optimiser.moments()) {
-            let learns = moments.m.iter().any(|m| *m != 0.0);
+            let learns = moments.mean().iter().any(|m| *m != 0.0);
             assert_eq!(learns, !name.ends_with("mlp.gate.weight"), "{name}");
         }
     }

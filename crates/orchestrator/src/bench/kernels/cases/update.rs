@@ -2,6 +2,7 @@
 
 use std::hint::black_box;
 
+use r3_kernels::adamw::bytes::ByteMoments;
 use r3_kernels::adamw::{AdamwStep, adamw};
 use r3_kernels::cast::{narrow_bf16, round_to_bf16, widen_bf16, widen_f16};
 use r3_kernels::gemm::linear::Linear;
@@ -29,7 +30,14 @@ pub(super) fn elementwise_optimiser() -> Vec<Case> {
             adamw(black_box(&mut param), &grad, black_box(&mut m), black_box(&mut v), &step);
         })
     };
-    [1 << 18, 1 << 23].map(case).into()
+    let in_bytes = |n: usize| {
+        let (mut param, grad, mut moments) = (noise(n), noise(n), ByteMoments::zeros(n));
+        Case::new(format!("[{n}], 8 bit"), Dtype::F32, (0, 2 * n * (F32 + 1)), move || {
+            moments.update(black_box(&mut param), &grad, &step, 1);
+        })
+    };
+    let sizes = [1 << 18, 1 << 23];
+    sizes.map(case).into_iter().chain(sizes.map(in_bytes)).collect()
 }
 
 /// Matrices of experts, and one of attention.
