@@ -161,6 +161,7 @@ fn a_run_in_two_parts_ends_with_the_bytes_of_one_whatever_it_trains_by() {
     let directory = warm();
     for (name, settings) in [
         ("adamw", &["train.weight_decay=0.1"][..]),
+        ("8bit", &["train.moments=8bit"]),
         ("muon", &["train.muon={}", "train.non_finite=skip"]),
         ("r2", &["router_replay.mode=r2", "train.mini_steps=2"]),
         ("r2-gates", &["router_replay={mode: r2, gates: true}", "train.mini_steps=2"]),

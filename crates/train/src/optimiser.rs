@@ -95,7 +95,7 @@ pub enum Part<'a> {
 impl Part<'_> {
     /// Numbers or codes.
     #[must_use]
-    pub fn len(&self) -> usize {
+    pub fn n_elements(&self) -> usize {
         match self {
             Self::F32(values) => values.len(),
             Self::U8(codes) => codes.len(),
@@ -204,7 +204,7 @@ impl Optimiser {
     /// If `moments` are not those of the same weights.
     pub fn resume(&mut self, moments: Vec<Moments>, steps: u64) {
         let shapes = |moments: &[Moments]| -> Vec<_> {
-            moments.iter().flat_map(Moments::parts).map(|(name, part)| (name, part.len())).collect()
+            moments.iter().flat_map(Moments::parts).map(|(name, part)| (name, part.n_elements())).collect()
         };
         assert_eq!(shapes(&moments), shapes(&self.moments), "moments of other weights");
         self.moments = moments;

@@ -89,7 +89,7 @@ struct Stored<'a> {
 
 impl<'a> Stored<'a> {
     fn new(part: Part<'a>) -> Self {
-        Self { shape: [part.len()], part }
+        Self { shape: [part.n_elements()], part }
     }
 }
 

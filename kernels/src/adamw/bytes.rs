@@ -258,6 +258,14 @@ mod tests {
 
     proptest! {
         #[test]
+        fn the_largest_has_the_greatest_code_or_the_one_below(scale in 1e-36_f32..1e30) {
+            for (format, noise) in [(MEAN, 0), (MEAN, u32::MAX), (ROOT, 0), (ROOT, u32::MAX)] {
+                let code = format.encode(format.per_unit(scale) * scale, noise);
+                prop_assert!(code == format.max || code == format.max - 1, "{code}");
+            }
+        }
+
+        #[test]
         fn a_number_lies_between_its_codes_and_is_their_mean(x in 1e-9_f32..1.87) {
             for format in [MEAN, ROOT] {
                 let codes = (0..4096_u32).map(|i| format.encode(x, (i << 20) | (1 << 19)));
@@ -354,6 +362,10 @@ mod tests {
             moments.update(&mut param, &[size; 300], &still, 5);
             assert!(stored(&moments).concat().iter().all(|x| x.is_finite()));
         }
+        let (mut moments, mut grad) = (ByteMoments::zeros(300), [0.0; 300]);
+        grad[3] = 1e-38;
+        moments.update(&mut [1.0; 300], &grad, &still, 5);
+        assert_eq!(stored(&moments)[0][4..], [0.0; 296], "beside a number too small to have a share");
         let (mut param, mut moments) = (vec![1.0; 300], ByteMoments::zeros(300));
         moments.update(&mut param, &[0.0; 300], &still, 5);
         assert_eq!((param, moments), (vec![1.0; 300], ByteMoments::zeros(300)));
