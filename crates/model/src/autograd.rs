@@ -229,7 +229,8 @@ impl Policy {
         read
     }
 
-    /// Zero gradients, one for each of [`Self::vars`].
+    /// Zero gradients, one for each of [`Self::vars`], in memory that is written here: a block that is asked for as zeros begins
+    /// as unmapped pages, and mapping those of every step costs more than writing does.
     #[must_use]
     pub fn zero_gradients(&self) -> Gradients {
         let sizes: Vec<usize> = self.vars().iter().map(|(_, var)| var.elem_count()).collect();
@@ -237,7 +238,10 @@ impl Policy {
         let mean = sizes.iter().sum::<usize>() / sizes.len().max(1);
         in_team(|| {
             parallel::for_rows(&mut zeros, 1, mean, |first, zeros| {
-                zeros.iter_mut().zip(&sizes[first..]).for_each(|(zeros, &size)| *zeros = vec![0.0; size]);
+                for (zeros, &size) in zeros.iter_mut().zip(&sizes[first..]) {
+                    zeros.reserve_exact(size);
+                    zeros.resize(size, 0.0);
+                }
             });
         });
         Gradients::new(zeros)
