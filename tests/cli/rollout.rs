@@ -447,6 +447,15 @@ fn a_file_is_replaced_only_when_asked_and_appears_only_when_whole() {
 
     hint: replace it with --overwrite, or write to another file
     ");
+    let prompts = fs::read_to_string(directory.path("prompts.jsonl")).unwrap();
+    let onto_itself = [&SAMPLE[..], &["--out", "./prompts.jsonl", "--overwrite"]].concat();
+    insta::assert_snapshot!(directory.refused(&onto_itself), @r"
+    exit 2
+    error: ./prompts.jsonl is what is read here, and would be replaced
+
+    hint: write to another file
+    ");
+    assert_eq!(fs::read_to_string(directory.path("prompts.jsonl")).unwrap(), prompts);
     sample(&directory, "out.jsonl", &["--seed", "2", "--overwrite"]);
     assert_ne!(first, fs::read_to_string(directory.path("out.jsonl")).unwrap());
 

@@ -59,6 +59,8 @@ pub enum RunError {
     OutBusy { path: PathBuf },
     #[error("{} is there already", path.display())]
     OutFileTaken { path: PathBuf },
+    #[error("{} is what is read here, and would be replaced", path.display())]
+    OutFileRead { path: PathBuf },
     #[error("another process writes {}", path.display())]
     OutFileBusy { path: PathBuf },
     #[error("{} holds a model already", path.display())]
@@ -202,6 +204,7 @@ impl RunError {
             }
             Self::OutTaken { .. } => OUT_TAKEN.into(),
             Self::OutFileTaken { .. } => "replace it with --overwrite, or write to another file".into(),
+            Self::OutFileRead { .. } => "write to another file".into(),
             Self::OutFileBusy { .. } => "wait for it, stop it, or write to another file".into(),
             Self::WeightsThere { .. } => "choose another directory, or remove that one first".into(),
             Self::RunThere { .. } => RUN_THERE.into(),
@@ -263,6 +266,7 @@ impl RunError {
             | Self::OutTaken { .. }
             | Self::OutBusy { .. }
             | Self::OutFileTaken { .. }
+            | Self::OutFileRead { .. }
             | Self::OutFileBusy { .. }
             | Self::WeightsThere { .. }
             | Self::RunThere { .. }
@@ -446,6 +450,7 @@ mod tests {
             (ExitClass::Usage, RunError::OutTaken { path: path() }),
             (ExitClass::Usage, RunError::OutBusy { path: path() }),
             (ExitClass::Usage, RunError::OutFileTaken { path: path() }),
+            (ExitClass::Usage, RunError::OutFileRead { path: path() }),
             (ExitClass::Usage, RunError::OutFileBusy { path: path() }),
             (ExitClass::Usage, RunError::WeightsThere { path: path() }),
             (ExitClass::Usage, RunError::RunThere { path: path() }),

@@ -1,9 +1,9 @@
 //! A task, a recipe and a small model for the tests of this crate.
 
-use std::iter;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+use std::{fs, iter};
 
 use r3_core::ids::{GroupId, PolicyVersion, SequenceId, TokenId};
 use r3_core::rollout::{FinishReason, Reward as Outcome};
@@ -27,6 +27,14 @@ use crate::worker::WorkerParts;
 /// The model of this repository: 8 MoE layers of 32 experts, top-4.
 pub(crate) fn model_dir() -> PathBuf {
     [env!("CARGO_MANIFEST_DIR"), "../../assets/tiny-moe"].iter().collect()
+}
+
+/// The names in `dir`, sorted.
+pub(crate) fn names(dir: &Path) -> Vec<String> {
+    let entries = fs::read_dir(dir).unwrap();
+    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
 }
 
 /// Groups of two rollouts of at most three tokens.

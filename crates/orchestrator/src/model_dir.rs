@@ -238,6 +238,7 @@ mod tests {
     use r3_train::error::TrainError;
 
     use super::*;
+    use crate::fixtures::names;
 
     fn assets() -> PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-moe")
@@ -247,14 +248,6 @@ mod tests {
     fn write(out: &Path, model: (&ModelConfig, &dyn TensorSource)) {
         let held = hold_for_model(out).unwrap();
         Staged::write(held, &[&assets()], model, Dtype::F32).unwrap().publish().unwrap();
-    }
-
-    fn names(dir: &Path) -> Vec<String> {
-        let entries = fs::read_dir(dir).unwrap();
-        let mut names: Vec<_> =
-            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-        names.sort();
-        names
     }
 
     #[test]

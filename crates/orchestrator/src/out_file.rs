@@ -42,6 +42,17 @@ enum Writer {
 }
 
 impl OutFile {
+    /// Opens `path` as [`Self::open`] does, for what is made of the file `input`.
+    ///
+    /// # Errors
+    /// As [`Self::open`], or if both are one file: what it holds would be lost.
+    pub fn open_beside(input: &Path, path: &Path, overwrite: bool) -> Result<Self, RunError> {
+        if fs::canonicalize(path).is_ok_and(|path| fs::canonicalize(input).is_ok_and(|input| input == path)) {
+            return Err(RunError::OutFileRead { path: path.into() });
+        }
+        Self::open(path, overwrite)
+    }
+
     /// Opens `path`, which is stdout if it is `-`.
     ///
     /// # Errors

@@ -310,19 +310,12 @@ mod tests {
     use std::thread;
 
     use super::*;
+    use crate::fixtures::names;
 
     fn run_dir() -> (tempfile::TempDir, RunDir) {
         let dir = tempfile::tempdir().unwrap();
         let run_dir = RunDir::lock_new(dir.path()).unwrap();
         (dir, run_dir)
-    }
-
-    fn names(dir: &Path) -> Vec<String> {
-        let entries = fs::read_dir(dir).unwrap();
-        let mut names: Vec<_> =
-            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-        names.sort();
-        names
     }
 
     fn has_nothing_to_resume(dir: &Path) -> bool {

@@ -92,12 +92,12 @@ impl Args {
             return Err(CliError::TwoOnStdout);
         }
         let recipe = self.recipe.as_ref().map(|path| Recipe::load(path, &[])).transpose()?;
-        let source = match (&recipe, &self.prompts) {
-            (Some(loaded), _) => PromptSource::Task(&loaded.recipe.task),
-            (None, Some(path)) => PromptSource::File(path),
-            (None, None) => unreachable!("clap asks for one of them"),
+        let (source, input) = match (&recipe, &self.recipe, &self.prompts) {
+            (Some(loaded), Some(path), _) => (PromptSource::Task(&loaded.recipe.task), path),
+            (None, _, Some(path)) => (PromptSource::File(path), path),
+            _ => unreachable!("clap asks for one of them"),
         };
-        let out = OutFile::open(&self.out, self.overwrite)?;
+        let out = OutFile::open_beside(input, &self.out, self.overwrite)?;
         let shutdown = Shutdown::on_signals("stopping after this token; once more ends at once")
             .map_err(|source| CliError::Signals { source })?;
         let summary = rollout(&self.model, source, &self.options(), (out, &shutdown))
