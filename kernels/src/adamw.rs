@@ -108,12 +108,19 @@ multiversion! {
 #[inline(always)]
 fn update_body<I: Isa>(param: &mut [f32], grad: &[f32], (m, v): (&mut [f32], &mut [f32]), rates: &Rates) {
     for (((param, &grad), m), v) in param.iter_mut().zip(grad).zip(m).zip(v) {
-        let grad = rates.grad_scale * grad;
-        *m = I::mul_add(rates.blend, grad - *m, *m);
-        *v = I::mul_add(rates.square_blend * grad, grad, rates.beta2 * *v);
-        let denominator = v.sqrt() / rates.root_correction + rates.eps;
-        *param = I::mul_add(-rates.step_size, *m / denominator, rates.keep * *param);
+        (*m, *v) = update_element::<I>(param, grad, (*m, *v), rates);
     }
+}
+
+/// The step of one element: its new moments.
+#[inline(always)]
+fn update_element<I: Isa>(param: &mut f32, grad: f32, (m, v): (f32, f32), rates: &Rates) -> (f32, f32) {
+    let grad = rates.grad_scale * grad;
+    let m = I::mul_add(rates.blend, grad - m, m);
+    let v = I::mul_add(rates.square_blend * grad, grad, rates.beta2 * v);
+    let denominator = v.sqrt() / rates.root_correction + rates.eps;
+    *param = I::mul_add(-rates.step_size, m / denominator, rates.keep * *param);
+    (m, v)
 }
 
 #[cfg(test)]

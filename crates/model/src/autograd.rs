@@ -1,6 +1,6 @@
 //! The trainer's side of the model: the policy, its logprobs and their gradients.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor, Var};
@@ -458,7 +458,7 @@ impl TensorSource for Policy {
 pub struct SharedWeights {
     weights: Vec<(String, Var)>,
     fixed: Vec<FixedTensor>,
-    copies: Arc<Mutex<Copies>>,
+    copies: Copies,
 }
 
 impl Policy {
@@ -473,12 +473,6 @@ impl Policy {
     }
 }
 
-impl SharedWeights {
-    fn copies(&self) -> MutexGuard<'_, Copies> {
-        self.copies.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl TensorSource for SharedWeights {
     fn read(&self, name: &str, out: &mut Vec<f32>) -> Result<(), ModelError> {
         read_weight((&self.weights, &self.fixed), name, out)
@@ -489,11 +483,11 @@ impl TensorSource for SharedWeights {
     }
 
     fn packed_matrix(&self, name: &str, matrix: &Arc<PackedMatrix>) {
-        self.copies().matrices.insert(name.to_owned(), Arc::downgrade(matrix));
+        self.copies.held().matrices.insert(name.to_owned(), Arc::downgrade(matrix));
     }
 
     fn packed_experts(&self, down: &str, experts: &Arc<Experts>) {
-        self.copies().experts.insert(down.to_owned(), Arc::downgrade(experts));
+        self.copies.held().experts.insert(down.to_owned(), Arc::downgrade(experts));
     }
 }
 

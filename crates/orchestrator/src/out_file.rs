@@ -191,18 +191,8 @@ impl Partial {
 mod tests {
     use std::thread;
 
-    use tempfile::TempDir;
-
     use super::*;
-
-    fn names(dir: &TempDir) -> Vec<String> {
-        let mut names: Vec<_> = fs::read_dir(dir.path())
-            .unwrap()
-            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-            .collect();
-        names.sort();
-        names
-    }
+    use crate::fixtures::names;
 
     fn say(file: &mut OutFile, text: &str) {
         file.write(|out| out.write_all(text.as_bytes())).unwrap();
@@ -214,10 +204,10 @@ mod tests {
         let path = dir.path().join("out.jsonl");
         let mut file = OutFile::open(&path, false).unwrap();
         say(&mut file, "one\n");
-        assert_eq!(names(&dir), ["out.jsonl.partial"]);
+        assert_eq!(names(dir.path()), ["out.jsonl.partial"]);
         say(&mut file, "two\n");
         file.commit().unwrap();
-        assert_eq!(names(&dir), ["out.jsonl"]);
+        assert_eq!(names(dir.path()), ["out.jsonl"]);
         assert_eq!(fs::read_to_string(&path).unwrap(), "one\ntwo\n");
     }
 
@@ -229,12 +219,12 @@ mod tests {
         say(&mut file, "one\n");
         let left = file.leave().unwrap().expect("a file");
         assert_eq!(
-            (left.as_path(), names(&dir)),
+            (left.as_path(), names(dir.path())),
             (&*partial_path(&path), vec!["out.jsonl.partial".to_owned()])
         );
         assert_eq!(fs::read_to_string(&left).unwrap(), "one\n");
         OutFile::open(&path, false).unwrap().commit().unwrap();
-        assert_eq!(names(&dir), ["out.jsonl"]);
+        assert_eq!(names(dir.path()), ["out.jsonl"]);
     }
 
     #[test]
@@ -252,7 +242,7 @@ mod tests {
         let mut file = OutFile::open(&path, true).unwrap();
         say(&mut file, "new");
         drop(file);
-        assert_eq!(names(&dir), ["out.jsonl"]);
+        assert_eq!(names(dir.path()), ["out.jsonl"]);
     }
 
     #[test]
@@ -265,7 +255,7 @@ mod tests {
         let mut file = OutFile::open(&path, true).unwrap();
         say(&mut file, "half");
         drop(file);
-        assert_eq!(names(&dir), ["out.jsonl"]);
+        assert_eq!(names(dir.path()), ["out.jsonl"]);
         assert_eq!(fs::read_to_string(&path).unwrap(), "earlier");
     }
 
@@ -289,7 +279,7 @@ mod tests {
         fs::write(&path, "another process has just been done").unwrap();
         let error = Partial::hold(&path, false).unwrap_err();
         assert!(matches!(error, RunError::OutFileTaken { .. }), "{error}");
-        assert_eq!(names(&dir), ["out.jsonl"]);
+        assert_eq!(names(dir.path()), ["out.jsonl"]);
         Partial::hold(&path, true).unwrap();
     }
 
@@ -314,7 +304,7 @@ mod tests {
             assert!(results.iter().filter_map(|result| result.as_ref().err()).all(refused), "{results:?}");
             assert_eq!(written, 1, "{results:?}");
         }
-        assert_eq!(names(&dir).len(), 50);
+        assert_eq!(names(dir.path()).len(), 50);
     }
 
     #[test]

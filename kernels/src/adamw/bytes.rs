@@ -9,7 +9,7 @@
 //! would be out of all proportion. What is random is a hash of the element and of [`ByteMoments::update`]'s `seed`, and is the same on
 //! any threads.
 
-use super::{AdamwStep, ELEMENT_WORK, Rates};
+use super::{AdamwStep, ELEMENT_WORK, Rates, update_element};
 use crate::isa::{Isa, multiversion};
 use crate::parallel::{self, Disjoint};
 
@@ -109,7 +109,6 @@ type Stored<'a> = (&'a mut [u8], &'a mut [f32]);
 
 #[inline(always)]
 fn update_body<I: Isa>(param: &mut [f32], grad: &[f32], [mean, root]: [Stored<'_>; 2], run: &Run<'_>) {
-    let rates = run.rates;
     let blocks = param.chunks_mut(BLOCK).zip(grad.chunks(BLOCK));
     let means = mean.0.chunks_mut(BLOCK).zip(mean.1);
     let roots = root.0.chunks_mut(BLOCK).zip(root.1);
@@ -120,11 +119,8 @@ fn update_body<I: Isa>(param: &mut [f32], grad: &[f32], [mean, root]: [Stored<'_
         for ((param, &grad), ((mean, root), (new_mean, new_root))) in param.iter_mut().zip(grad).zip(stored) {
             let mean = mean_unit * MEAN.decode_signed(*mean);
             let root = root_unit * ROOT.decode(u32::from(*root));
-            let grad = rates.grad_scale * grad;
-            *new_mean = I::mul_add(rates.blend, grad - mean, mean);
-            *new_root = I::mul_add(rates.square_blend * grad, grad, rates.beta2 * (root * root)).sqrt();
-            let denominator = *new_root / rates.root_correction + rates.eps;
-            *param = I::mul_add(-rates.step_size, *new_mean / denominator, rates.keep * *param);
+            let (mean, square) = update_element::<I>(param, grad, (mean, root * root), run.rates);
+            (*new_mean, *new_root) = (mean, square.sqrt());
         }
         let number = (run.first + index * BLOCK) as u32;
         *mean.1 = largest(&new_means);

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use candle_core::{Device, Tensor, Var};
 use r3_kernels::experts::{ExpertDims, Experts};
@@ -22,9 +22,20 @@ pub struct ParamId(pub(super) usize);
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertsId(usize);
 
-/// Packed copies of the weights that somebody else holds, by the name of a matrix or of a layer's down projections.
+/// A place for packed copies of the weights, shared with who packs them.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Copies(Arc<Mutex<Held>>);
+
+impl Copies {
+    pub(super) fn held(&self) -> MutexGuard<'_, Held> {
+        // What a thread that panicked has inserted is whole.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What somebody else holds, by the name of a matrix or of a layer's down projections.
 #[derive(Debug, Default)]
-pub(super) struct Copies {
+pub(super) struct Held {
     pub(super) matrices: HashMap<String, Weak<PackedMatrix>>,
     pub(super) experts: HashMap<String, Weak<Experts>>,
 }
@@ -44,7 +55,7 @@ pub(super) struct Params {
     /// Gate-up and down weights, by layer.
     experts: Vec<[ParamId; 2]>,
     /// What was packed of the weights of a version.
-    copies: (u64, Arc<Mutex<Copies>>),
+    copies: (u64, Copies),
 }
 
 impl Params {
@@ -138,28 +149,27 @@ impl Params {
 
     /// A place for copies of the weights as they are: who packs them tells it, and they are computed with until the weights
     /// change or nobody holds them.
-    pub(super) fn copies(&mut self) -> Arc<Mutex<Copies>> {
-        self.copies = (self.version, Arc::default());
+    pub(super) fn copies(&mut self) -> Copies {
+        self.copies = (self.version, Copies::default());
         self.copies.1.clone()
     }
 
     /// The matrix as products take it, if somebody holds it so.
     pub(super) fn packed_matrix(&self, id: ParamId) -> Option<Arc<PackedMatrix>> {
-        let copy = self.copy(|copies| copies.matrices.get(&self.weights[id.0].0)?.upgrade());
+        let copy = self.copy(|held| held.matrices.get(&self.weights[id.0].0)?.upgrade());
         copy.filter(|copy| copy.dtype() == self.dtype(id))
     }
 
     /// The experts as products take them, if somebody holds them so.
     pub(super) fn packed_experts(&self, id: ExpertsId) -> Option<Arc<Experts>> {
         let [_, down] = self.experts[id.0];
-        let copy = self.copy(|copies| copies.experts.get(&self.weights[down.0].0)?.upgrade());
+        let copy = self.copy(|held| held.experts.get(&self.weights[down.0].0)?.upgrade());
         copy.filter(|copy| copy.dtype() == self.dtype)
     }
 
-    fn copy<C>(&self, find: impl FnOnce(&Copies) -> Option<C>) -> Option<C> {
+    fn copy<C>(&self, find: impl FnOnce(&Held) -> Option<C>) -> Option<C> {
         let (version, copies) = &self.copies;
-        // What a thread that panicked has inserted is whole.
-        (*version == self.version).then(|| find(&copies.lock().unwrap_or_else(PoisonError::into_inner)))?
+        (*version == self.version).then(|| find(&copies.held()))?
     }
 
     /// Memory that all weights take in what products round to.
