@@ -266,7 +266,9 @@ mod tests {
             for format in [MEAN, ROOT] {
                 let codes = (0..4096_u32).map(|i| format.encode(x, (i << 20) | (1 << 19)));
                 let numbers: Vec<f32> = codes.map(|code| format.decode(code)).collect();
-                let (low, high) = numbers.iter().fold((f32::MAX, 0.0_f32), |(low, high), &n| (low.min(n), high.max(n)));
+                let [down, up] = [0, u32::MAX].map(|noise| format.decode(format.encode(x, noise)));
+                let (low, high) = (down.min(up), down.max(up));
+                prop_assert!(numbers.iter().all(|&number| number == low || number == high));
                 let step = (format.decode(1)).max(x / f32::from(1_u8 << (23 - format.shift)));
                 prop_assert!(low <= x && x <= high + step && high - low <= step, "{low} {x} {high}");
                 let mean = numbers.iter().map(|&n| f64::from(n)).sum::<f64>() / 4096.0;
