@@ -1,7 +1,7 @@
 //! Matrix products against weights that were packed once: `y = x Wᵀ (+ bias)`, in f32 or bf16.
 //!
-//! A weight matrix `[N, K]` is stored as panels of 16 output columns: f32 as `[N/16][K][16]`, bf16 as
-//! `[N/16][K/2][16][2]`, the layout of the `vdpbf16ps` instruction. Lanes are therefore output columns, and every
+//! A weight matrix `[N, K]` is stored as panels of 32 output columns: f32 as `[N/32][K][32]`, bf16 as
+//! `[N/32][K/2][32][2]`, twice the layout of the `vdpbf16ps` instruction. Lanes are therefore output columns, and every
 //! element of `y` is one chain of multiply-adds over `k = 0..K`. Tiles, tails, threads and the number of rows
 //! decide only *when* a chain runs, never its order: the same row gives the same bits in any batch.
 //!
@@ -20,7 +20,7 @@ mod kernel;
 pub mod linear;
 mod pack;
 
-use kernel::{Job, LANES, Line, Tile};
+use kernel::{COLUMNS, Job, LANES, Line, Tile};
 
 /// How a matrix is stored and multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -48,7 +48,7 @@ pub struct PackedMatrix {
     panels: Panels,
 }
 
-/// `[N/16][depth]` lines; rows beyond `N` and the odd half of a last pair are zero.
+/// `[N/32][depth]` lines; rows beyond `N` and the odd half of a last pair are zero.
 #[derive(Clone, Debug)]
 enum Panels {
     /// Depth `K`.
@@ -68,7 +68,7 @@ impl PackedMatrix {
     #[must_use]
     pub fn pack(w: &[f32], n: usize, k: usize, dtype: Dtype) -> Self {
         assert!(n > 0 && k > 0, "a packed matrix has at least one row and column, not [{n}, {k}]");
-        let n_panels = n.div_ceil(LANES);
+        let n_panels = n.div_ceil(COLUMNS);
         // Memory that nobody has touched, where it is large: the thread that packs a panel is the first.
         let panels = match dtype {
             Dtype::F32 => Panels::F32(bytemuck::zeroed_vec(n_panels * k)),
@@ -90,11 +90,11 @@ impl PackedMatrix {
             "a packed matrix has at least one row, of {k} columns"
         );
         self.n = w.len() / k;
-        let n_panels = self.n.div_ceil(LANES);
+        let n_panels = self.n.div_ceil(COLUMNS);
         match &mut self.panels {
             Panels::F32(lines) => {
                 lines.resize(n_panels * k, Line::default());
-                parallel::for_rows(lines, k, LANES * k * Self::PACK_WORK, |first, lines| {
+                parallel::for_rows(lines, k, COLUMNS * k * Self::PACK_WORK, |first, lines| {
                     for (i, panel) in lines.chunks_exact_mut(k).enumerate() {
                         pack::pack_f32(panel_rows(w, k, first + i), k, panel);
                     }
@@ -102,7 +102,7 @@ impl PackedMatrix {
             }
             Panels::Bf16(lines) => {
                 lines.resize(n_panels * k.div_ceil(2), Line::default());
-                parallel::for_rows(lines, k.div_ceil(2), LANES * k * Self::PACK_WORK, |first, lines| {
+                parallel::for_rows(lines, k.div_ceil(2), COLUMNS * k * Self::PACK_WORK, |first, lines| {
                     for (i, panel) in lines.chunks_exact_mut(k.div_ceil(2)).enumerate() {
                         pack::pack_bf16(panel_rows(w, k, first + i), k, panel);
                     }
@@ -118,15 +118,15 @@ impl PackedMatrix {
     pub fn unpack_row(&self, row: usize, out: &mut [f32]) {
         assert!(row < self.n, "row {row} of {}", self.n);
         assert_eq!(out.len(), self.k, "a row has {} elements", self.k);
-        let (panel, lane) = (row / LANES, row % LANES);
+        let (panel, column) = (row / COLUMNS, row % COLUMNS);
         match &self.panels {
             Panels::F32(lines) => {
                 for (out, line) in out.iter_mut().zip(&lines[panel * self.k..]) {
-                    *out = line.0[lane];
+                    *out = line.0[column / LANES][column % LANES];
                 }
             }
             Panels::Bf16(lines) => {
-                pack::unpack_bf16(&lines[panel * self.k.div_ceil(2)..][..self.k.div_ceil(2)], lane, out);
+                pack::unpack_bf16(&lines[panel * self.k.div_ceil(2)..][..self.k.div_ceil(2)], column, out);
             }
         }
     }
@@ -295,7 +295,7 @@ impl<'a> Product<'a> {
         assert!(bias.is_none_or(|bias| bias.len() == n), "a bias has {n} elements");
         assert!(y.len().is_multiple_of(n), "rows of the product have {n} elements");
         let n_rows = y.len() / n;
-        let grid = Grid::new(n_rows, n.div_ceil(LANES), n_tasks);
+        let grid = Grid::new(n_rows, n.div_ceil(COLUMNS), n_tasks);
         let y = Disjoint::new(y);
         let job = match (x, &w.panels) {
             (Rows::F32(x), Panels::F32(lines)) => {
@@ -354,11 +354,11 @@ impl Tiles<'_> {
 /// The columns `columns` of a [`Product`], `y` `[T, columns.len()]`, on the calling thread.
 ///
 /// # Panics
-/// If shapes or dtypes do not fit, or `columns` does not start at a multiple of 16.
+/// If shapes or dtypes do not fit, or `columns` does not start at a multiple of 32.
 pub(crate) fn multiply_columns(x: Rows<'_>, w: &PackedMatrix, columns: Range<usize>, y: &mut [f32]) {
     let n = columns.len();
-    assert!(columns.start.is_multiple_of(LANES) && columns.end <= w.n, "columns {columns:?} of {}", w.n);
-    let panels = columns.start / LANES..columns.end.div_ceil(LANES);
+    assert!(columns.start.is_multiple_of(COLUMNS) && columns.end <= w.n, "columns {columns:?} of {}", w.n);
+    let panels = columns.start / COLUMNS..columns.end.div_ceil(COLUMNS);
     let tile = Tile { rows: 0..y.len() / n, panels: 0..panels.len() };
     let y = Disjoint::new(y);
     match (x, &w.panels) {
@@ -379,10 +379,10 @@ pub(crate) fn multiply_columns(x: Rows<'_>, w: &PackedMatrix, columns: Range<usi
     }
 }
 
-/// The 16 rows of `w` that make panel `panel`; fewer at the end.
+/// The 32 rows of `w` that make panel `panel`; fewer at the end.
 fn panel_rows(w: &[f32], k: usize, panel: usize) -> &[f32] {
-    let from = panel * LANES * k;
-    &w[from..w.len().min(from + LANES * k)]
+    let from = panel * COLUMNS * k;
+    &w[from..w.len().min(from + COLUMNS * k)]
 }
 
 /// A product `[rows, panels]` cut into tiles, one per task.
@@ -401,13 +401,13 @@ impl Grid {
     const MAX_ROWS: usize = 128;
 
     /// Cuts into about `n_tasks` tiles: along columns first, which reads every weight once, then along rows. Runs of
-    /// rows are multiples of what a register tile holds.
+    /// rows are whole blocks.
     fn new(n_rows: usize, n_panels: usize, n_tasks: usize) -> Self {
         let row_runs = n_rows.div_ceil(Self::MAX_ROWS).max(1);
         let strip = kernel::strip_panels(n_rows);
         let n_columns = n_tasks.div_ceil(row_runs).min(n_panels.div_ceil(strip)).max(1);
         let row_runs = n_tasks.div_ceil(n_columns).max(row_runs);
-        let tile_rows = n_rows.div_ceil(row_runs).next_multiple_of(kernel::TILE_ROWS);
+        let tile_rows = n_rows.div_ceil(row_runs).next_multiple_of(kernel::BLOCK_ROWS);
         Self { n_rows, n_panels, tile_rows, n_columns, strip }
     }
 

@@ -38,7 +38,7 @@ pub(crate) trait Isa: Copy {
     /// Sixteen f32 in registers.
     type Lanes: Lanes;
 
-    /// Whether there are 32 vector registers of 16 lanes, enough for a tile of 8 rows by 3 panels.
+    /// Whether there are 32 vector registers of 16 lanes, enough for a tile of 12 rows by two of them.
     const WIDE: bool;
 
     /// `a * b + c`, rounded once if the instruction set has FMA, else after each operation.

@@ -45,13 +45,13 @@ impl<T: Pod> Deref for Scratch<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        &cast_slice(&self.lines)[..self.len]
+        cast_slice(&cast_slice::<_, u8>(&self.lines)[..self.len * size_of::<T>()])
     }
 }
 
 impl<T: Pod> DerefMut for Scratch<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        &mut cast_slice_mut(&mut self.lines)[..self.len]
+        cast_slice_mut(&mut cast_slice_mut::<_, u8>(&mut self.lines)[..self.len * size_of::<T>()])
     }
 }
 
@@ -78,5 +78,6 @@ mod tests {
         assert_eq!((first.as_ptr().addr(), *first == [1.0_f32.to_bits(); 90]), (start, true));
         assert_ne!(second.as_ptr().addr(), start, "it is taken");
         assert_eq!((first.len(), second.len(), second.as_ptr().addr() % 64), (90, 3, 0));
+        assert_eq!(Scratch::<[u32; 48]>::take(3).len(), 3, "an element may end inside of a line");
     }
 }

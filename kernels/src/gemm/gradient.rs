@@ -3,7 +3,7 @@
 
 use bytemuck::Pod;
 
-use super::kernel::{Job, LANES, Line, TILE_ROWS, Tile, run_bf16, run_f32};
+use super::kernel::{BLOCK_ROWS, COLUMNS, Job, LANES, Line, Tile, run_bf16, run_f32};
 use super::{Dtype, Grid, PackedMatrix, pack, panel_rows};
 use crate::cast::{pair, round_rows};
 use crate::isa::{Isa, multiversion};
@@ -93,10 +93,10 @@ impl PlainProduct<'_> {
         assert_eq!(runs.iter().sum::<usize>(), k, "every row is of a run");
         assert!(runs.len() == 1 || matches!(b, Right::Plain(_)), "what is read along its rows is one run");
         let depth = W::depth(runs);
-        let n_lines = if matches!(b, Right::Packed(_)) { 0 } else { n.div_ceil(LANES) * depth };
+        let n_lines = if matches!(b, Right::Packed(_)) { 0 } else { n.div_ceil(COLUMNS) * depth };
         let mut scratch = Scratch::<Line<W>>::take(n_lines);
         for_chunks(&mut scratch, depth, n_tasks, |panel, lines| match b {
-            Right::Plain(b) => W::lines((b, n, runs), panel * LANES, lines),
+            Right::Plain(b) => W::lines((b, n, runs), panel * COLUMNS, lines),
             Right::Transposed(b) => W::panel(panel_rows(b, k, panel), k, lines),
             Right::Packed(_) => unreachable!("it has its lines"),
         });
@@ -108,18 +108,18 @@ impl PlainProduct<'_> {
         let mut words = Scratch::<W>::take(n_words);
         let x = if blocked {
             for_chunks(&mut words, LANES * depth, n_tasks, |two, words| {
-                let (first, second) = words.split_at_mut(TILE_ROWS * depth);
+                let (first, second) = words.split_at_mut(BLOCK_ROWS * depth);
                 let blocks = [first, second].map(|words| words.as_chunks_mut().0);
                 W::blocks((values, m, runs), two * LANES, blocks);
             });
-            &words[..m.next_multiple_of(TILE_ROWS) * depth]
+            &words[..m.next_multiple_of(BLOCK_ROWS) * depth]
         } else {
             W::rows(values, k, &mut words)
         };
         let y = Disjoint::new(out);
         let job = Job { x, blocked, lines, depth, n, bias: None, onto, y, then: &[] };
         job.check(m);
-        Grid::new(m, n.div_ceil(LANES), n_tasks).for_each(n_tasks > 1, |tile| W::multiply(&job, tile));
+        Grid::new(m, n.div_ceil(COLUMNS), n_tasks).for_each(n_tasks > 1, |tile| W::multiply(&job, tile));
     }
 }
 
@@ -134,14 +134,14 @@ trait Word: Pod + Send + Sync {
     fn rounded_len(len: usize, k: usize) -> usize;
     /// Rows of `k` as they are, along the depth.
     fn rows<'a>(values: &'a [f32], k: usize, words: &'a mut [Self]) -> &'a [Self];
-    /// The 16 columns from `first` on of `matrix`, zeros beyond its end.
+    /// The 32 columns from `first` on of `matrix`, zeros beyond its end.
     fn lines(matrix: Columns<'_>, first: usize, lines: &mut [Line<Self>]);
-    /// Up to 16 rows `[.., k]` as lanes, zeros where there are fewer.
+    /// Up to 32 rows `[.., k]` as columns, zeros where there are fewer.
     fn panel(rows: &[f32], k: usize, lines: &mut [Line<Self>]);
     /// All panels of a matrix, none if it is of another dtype.
     fn packed(matrix: &PackedMatrix) -> &[Line<Self>];
-    /// Columns as [`Self::lines`], in two blocks of eight: a line of memory holds those of both.
-    fn blocks(matrix: Columns<'_>, first: usize, blocks: [&mut [[Self; TILE_ROWS]]; 2]);
+    /// The 16 columns from `first` on, in two blocks of eight: a line of memory holds those of both.
+    fn blocks(matrix: Columns<'_>, first: usize, blocks: [&mut [[Self; BLOCK_ROWS]]; 2]);
     /// The kernel.
     fn multiply(job: &Job<'_, Self>, tile: &Tile);
 }
@@ -161,7 +161,9 @@ impl Word for f32 {
 
     fn lines((matrix, width, _): Columns<'_>, first: usize, lines: &mut [Line<f32>]) {
         for (line, row) in lines.iter_mut().zip(matrix.chunks_exact(width)) {
-            line.0 = columns(row, first);
+            for (words, first) in line.0.iter_mut().zip((first..).step_by(LANES)) {
+                *words = columns(row, first);
+            }
         }
     }
 
@@ -173,7 +175,7 @@ impl Word for f32 {
         matrix.f32_lines()
     }
 
-    fn blocks((matrix, width, _): Columns<'_>, first: usize, [low, high]: [&mut [[f32; TILE_ROWS]]; 2]) {
+    fn blocks((matrix, width, _): Columns<'_>, first: usize, [low, high]: [&mut [[f32; BLOCK_ROWS]]; 2]) {
         for ((low, high), row) in low.iter_mut().zip(high).zip(matrix.chunks_exact(width)) {
             (*low, *high) = halves(columns(row, first));
         }
@@ -210,7 +212,7 @@ impl Word for u32 {
         matrix.bf16_lines()
     }
 
-    fn blocks(matrix: Columns<'_>, first: usize, blocks: [&mut [[u32; TILE_ROWS]]; 2]) {
+    fn blocks(matrix: Columns<'_>, first: usize, blocks: [&mut [[u32; BLOCK_ROWS]]; 2]) {
         round_blocks(matrix, first, blocks);
     }
 
@@ -221,8 +223,8 @@ impl Word for u32 {
 
 /// The first eight words of sixteen, and the others.
 #[inline(always)]
-fn halves<W: Copy>(words: [W; LANES]) -> ([W; TILE_ROWS], [W; TILE_ROWS]) {
-    let (low, high) = words.split_at(TILE_ROWS);
+fn halves<W: Copy>(words: [W; LANES]) -> ([W; BLOCK_ROWS], [W; BLOCK_ROWS]) {
+    let (low, high) = words.split_at(BLOCK_ROWS);
     (*low.first_chunk().expect("half of them"), *high.first_chunk().expect("half of them"))
 }
 
@@ -232,38 +234,38 @@ multiversion! {
 
 #[inline(always)]
 fn round_lines_body<I: Isa>(matrix: Columns<'_>, first: usize, lines: &mut [Line<u32>]) {
-    round_runs(matrix, first, lines, |line, words| line.0 = words);
+    for_pairs(matrix, lines, |line, rows| {
+        for (words, first) in line.0.iter_mut().zip((first..).step_by(LANES)) {
+            *words = round_columns(rows, matrix.1, first);
+        }
+    });
 }
 
 multiversion! {
-    fn round_blocks(matrix: Columns<'_>, first: usize, blocks: [&mut [[u32; TILE_ROWS]]; 2]) = round_blocks_body;
+    fn round_blocks(matrix: Columns<'_>, first: usize, blocks: [&mut [[u32; BLOCK_ROWS]]; 2]) = round_blocks_body;
 }
 
 #[inline(always)]
-fn round_blocks_body<I: Isa>(matrix: Columns<'_>, first: usize, [low, high]: [&mut [[u32; TILE_ROWS]]; 2]) {
-    round_runs(matrix, first, low.iter_mut().zip(high), |(low, high), words| (*low, *high) = halves(words));
+fn round_blocks_body<I: Isa>(matrix: Columns<'_>, first: usize, [low, high]: [&mut [[u32; BLOCK_ROWS]]; 2]) {
+    for_pairs(matrix, low.iter_mut().zip(high), |(low, high), rows| {
+        (*low, *high) = halves(round_columns(rows, matrix.1, first));
+    });
 }
 
-/// Rounds the 16 columns from `first` on to pairs of two rows of a run, which go one after the other to `out` by `put`; an
-/// odd last one is paired with zeros.
+/// Gives each two rows of a run, which are rounded to pairs, or an odd last one, to `put`, with the next of `out`.
 #[inline(always)]
-fn round_runs<O: IntoIterator>(
-    (mut matrix, width, runs): Columns<'_>,
-    first: usize,
-    out: O,
-    put: impl Fn(O::Item, [u32; LANES]),
-) {
+fn for_pairs<O: IntoIterator>((mut matrix, width, runs): Columns<'_>, out: O, put: impl Fn(O::Item, &[f32])) {
     let mut out = out.into_iter();
     for rows in runs {
         let (run, rest) = matrix.split_at(rows * width);
         matrix = rest;
         for (rows, out) in run.chunks(2 * width).zip(out.by_ref()) {
-            put(out, round_columns(rows, width, first));
+            put(out, rows);
         }
     }
 }
 
-/// 16 columns of two rows, or of a last one, rounded to pairs.
+/// The 16 columns from `first` on of two rows, or of a last one paired with zeros, rounded.
 #[inline(always)]
 fn round_columns(rows: &[f32], width: usize, first: usize) -> [u32; LANES] {
     let (low, high) = rows.split_at(width);

@@ -1,4 +1,4 @@
-//! The inner loops of [`matmul`](super::matmul): register tiles of up to 8 rows by 3 panels.
+//! The inner loops of [`matmul`](super::matmul): register tiles of up to 12 rows by a panel, or of few rows by several.
 
 use std::ops::Range;
 
@@ -8,25 +8,27 @@ use crate::cast::unpair;
 use crate::isa::{Isa, Lanes, multiversion, prefetch};
 use crate::parallel::Disjoint;
 
-/// Output columns of a panel.
+/// Elements of a vector register.
 pub(super) const LANES: usize = 16;
+/// Vectors of a panel, side by side: so panels are read as one stream, which memory gives faster than several.
+pub(super) const VECTORS: usize = 2;
+/// Output columns of a panel.
+pub(super) const COLUMNS: usize = LANES * VECTORS;
+/// Rows that lie side by side in a matrix that is read as its transpose.
+pub(super) const BLOCK_ROWS: usize = 8;
 /// Rows of the largest register tile.
-pub(super) const TILE_ROWS: usize = 8;
-/// Panels of the largest register tile.
-const TILE_PANELS: usize = 3;
-/// Rows that make too few chains to hide the latency of an addition; they take [`MANY_PANELS`] at once instead.
-const FEW_ROWS: usize = 2;
-/// Depth of a strip: three panels of it take 192 KiB of the second-level cache.
+const TILE_ROWS: usize = 12;
+/// The same where 16 vector registers hold 8 lanes each.
+const NARROW_TILE_ROWS: usize = 2;
+/// Depth of a strip: a panel of it takes 128 KiB of the second-level cache.
 const MAX_DEPTH: usize = 1024;
-/// Panels of a register tile of one row; half of it for two rows, or where registers are few.
-const MANY_PANELS: usize = 8;
 
-/// The 16 words of a panel at one depth, aligned so that no load straddles two cache lines.
+/// The words of a panel at one depth, aligned so that no load straddles two cache lines.
 #[derive(Clone, Copy, Debug, Default, Zeroable)]
 #[repr(C, align(64))]
-pub(super) struct Line<W>(pub(super) [W; LANES]);
+pub(super) struct Line<W>(pub(super) [[W; LANES]; VECTORS]);
 
-// SAFETY: a line is sixteen words, and those of the kernels take four bytes, so that none of its 64 is padding.
+// SAFETY: a line is 32 words, and those of the kernels take four bytes, so that none of its 128 is padding.
 unsafe impl<W: Pod> Pod for Line<W> {}
 
 /// One product `y = x Wᵀ + bias`, to be worked on by tiles. A word is one f32 or two bf16 along `K`.
@@ -35,7 +37,7 @@ pub(super) struct Job<'a, W> {
     pub(super) x: &'a [W],
     /// Whether eight rows of `x` lie side by side: a matrix that is read as its transpose.
     pub(super) blocked: bool,
-    /// `[N/16, depth]`.
+    /// `[N/32, depth]`.
     pub(super) lines: &'a [Line<W>],
     /// Words along `K`, at least one.
     pub(super) depth: usize,
@@ -55,9 +57,9 @@ impl<W> Job<'_, W> {
     /// # Panics
     /// If the operands do not fit `n_rows` rows.
     pub(super) fn check(&self, n_rows: usize) {
-        let n_rows = if self.blocked { n_rows.next_multiple_of(TILE_ROWS) } else { n_rows };
+        let n_rows = if self.blocked { n_rows.next_multiple_of(BLOCK_ROWS) } else { n_rows };
         assert_eq!(self.x.len(), n_rows * self.depth, "activations are [{n_rows}, {}] words", self.depth);
-        assert_eq!(self.lines.len(), self.n.div_ceil(LANES) * self.depth);
+        assert_eq!(self.lines.len(), self.n.div_ceil(COLUMNS) * self.depth);
     }
 }
 
@@ -114,9 +116,14 @@ pub(super) fn run_widened_body<I: Isa>(job: &Job<'_, u32>, tile: &Tile) {
     run::<Widened<I>>(job, tile);
 }
 
-/// Panels that should stay together in products of `n_rows` rows. More rows take any number at the same speed, nearly.
+/// Panels that are multiplied at once with `n_rows` rows, and so should stay together: one alone would make too few chains
+/// to hide the latency of an addition.
 pub(super) fn strip_panels(n_rows: usize) -> usize {
-    if n_rows <= FEW_ROWS { MANY_PANELS } else { 1 }
+    match n_rows {
+        1 => 4,
+        2 => 2,
+        _ => 1,
+    }
 }
 
 /// Depth outside, then panels, rows inside: a strip of panels stays in the second-level cache while all rows pass
@@ -139,16 +146,13 @@ fn run_tile<D: Dot, const BLOCKED: bool>(job: &Job<'_, D::Word>, tile: &Tile) {
             last_panel: tile.panels.end,
         };
         let mut panel = tile.panels.start;
-        if tile.rows.len() <= FEW_ROWS {
-            panel = few_rows::<D, BLOCKED>(job, &block, tile.panels.clone());
-        }
         while panel < tile.panels.end {
-            // 4 = 2 + 2: a strip of one panel would leave the multipliers waiting for activations.
-            panel += match tile.panels.end - panel {
-                _ if !D::WIDE => strip::<D, BLOCKED, 1>(job, &block, panel),
-                1 => strip::<D, BLOCKED, 1>(job, &block, panel),
-                2 | 4 => strip::<D, BLOCKED, 2>(job, &block, panel),
-                _ => strip::<D, BLOCKED, TILE_PANELS>(job, &block, panel),
+            panel += match (tile.rows.len(), tile.panels.end - panel) {
+                (1, 4..) if D::WIDE => few_rows::<D, BLOCKED, 1, 4>(job, &block, panel),
+                (1, 2..) => few_rows::<D, BLOCKED, 1, 2>(job, &block, panel),
+                (2, 2..) if D::WIDE => few_rows::<D, BLOCKED, 2, 2>(job, &block, panel),
+                _ if job.n <= panel * COLUMNS + LANES => strip::<D, BLOCKED, 1>(job, &block, panel),
+                _ => strip::<D, BLOCKED, VECTORS>(job, &block, panel),
             };
         }
     }
@@ -176,48 +180,33 @@ impl Block {
     }
 }
 
-/// One row by many panels, or two by half as many; returns the first panel that is left.
+/// All rows of `PANELS` panels in one register tile.
 #[inline(always)]
-fn few_rows<D: Dot, const BLOCKED: bool>(
-    job: &Job<'_, D::Word>,
-    block: &Block,
-    panels: Range<usize>,
-) -> usize {
-    const HALF: usize = MANY_PANELS / 2;
-    let n_rows = block.rows.len();
-    let many = if D::WIDE && n_rows < 2 { MANY_PANELS } else { HALF };
-    let mut panel = panels.start;
-    while panel + many <= panels.end {
-        if D::WIDE && n_rows == 2 {
-            let next = block.next(job, panel..panel + HALF);
-            let ahead = next.map(|next| Ahead::share(next, block.depth.len(), (0, 1)));
-            register_tile::<D, BLOCKED, 2, HALF>(job, block, (block.rows.start, panel), ahead);
-        } else {
-            // Nothing is fetched ahead of one row: reading is all there is to do, and the processor sees it coming.
-            for row in block.rows.clone() {
-                if D::WIDE {
-                    register_tile::<D, BLOCKED, 1, MANY_PANELS>(job, block, (row, panel), None);
-                } else {
-                    register_tile::<D, BLOCKED, 1, HALF>(job, block, (row, panel), None);
-                }
-            }
-        }
-        panel += many;
-    }
-    panel
-}
-
-/// All rows of `PANELS` panels, in as few register tiles as hold them, which share the rows evenly: a tile of one or
-/// two rows has too few chains to hide the latency of an addition.
-#[inline(always)]
-fn strip<D: Dot, const BLOCKED: bool, const PANELS: usize>(
+fn few_rows<D: Dot, const BLOCKED: bool, const ROWS: usize, const PANELS: usize>(
     job: &Job<'_, D::Word>,
     block: &Block,
     panel: usize,
 ) -> usize {
-    // Of 4 rows where 16 vector registers hold 8 lanes each.
-    let most = if D::WIDE { TILE_ROWS } else { TILE_ROWS / 2 };
     let next = block.next(job, panel..panel + PANELS);
+    let ahead = next.map(|next| Ahead::share(next, block.depth.len(), (0, 1)));
+    register_tile::<D, BLOCKED, ROWS, PANELS, VECTORS>(job, block, (block.rows.start, panel), ahead);
+    PANELS
+}
+
+/// All rows of the first `VECS` vectors of a panel, in as few register tiles as hold them, which share the rows evenly: a
+/// tile of one or two rows has too few chains to hide the latency of an addition.
+#[inline(always)]
+fn strip<D: Dot, const BLOCKED: bool, const VECS: usize>(
+    job: &Job<'_, D::Word>,
+    block: &Block,
+    panel: usize,
+) -> usize {
+    let most = match D::WIDE {
+        true if BLOCKED => BLOCK_ROWS,
+        true => TILE_ROWS,
+        false => NARROW_TILE_ROWS,
+    };
+    let next = block.next(job, panel..panel + 1);
     let n_tiles = block.rows.len().div_ceil(most);
     let Range { start: mut row, end } = block.rows;
     for tile in 0..n_tiles {
@@ -226,22 +215,26 @@ fn strip<D: Dot, const BLOCKED: bool, const PANELS: usize>(
         // Rows of two blocks do not lie side by side.
         let n_rows = if BLOCKED { most.min(end - row) } else { (end - row).div_ceil(n_tiles - tile) };
         match n_rows {
-            1 => register_tile::<D, BLOCKED, 1, PANELS>(job, block, at, ahead),
-            2 => register_tile::<D, BLOCKED, 2, PANELS>(job, block, at, ahead),
-            3 => register_tile::<D, BLOCKED, 3, PANELS>(job, block, at, ahead),
-            4 => register_tile::<D, BLOCKED, 4, PANELS>(job, block, at, ahead),
-            5 if D::WIDE => register_tile::<D, BLOCKED, 5, PANELS>(job, block, at, ahead),
-            6 if D::WIDE => register_tile::<D, BLOCKED, 6, PANELS>(job, block, at, ahead),
-            7 if D::WIDE => register_tile::<D, BLOCKED, 7, PANELS>(job, block, at, ahead),
-            _ if D::WIDE => register_tile::<D, BLOCKED, TILE_ROWS, PANELS>(job, block, at, ahead),
-            _ => unreachable!("narrow tiles have 4 rows at most"),
+            1 => register_tile::<D, BLOCKED, 1, 1, VECS>(job, block, at, ahead),
+            2 => register_tile::<D, BLOCKED, 2, 1, VECS>(job, block, at, ahead),
+            3 if D::WIDE => register_tile::<D, BLOCKED, 3, 1, VECS>(job, block, at, ahead),
+            4 if D::WIDE => register_tile::<D, BLOCKED, 4, 1, VECS>(job, block, at, ahead),
+            5 if D::WIDE => register_tile::<D, BLOCKED, 5, 1, VECS>(job, block, at, ahead),
+            6 if D::WIDE => register_tile::<D, BLOCKED, 6, 1, VECS>(job, block, at, ahead),
+            7 if D::WIDE => register_tile::<D, BLOCKED, 7, 1, VECS>(job, block, at, ahead),
+            8 if D::WIDE => register_tile::<D, BLOCKED, 8, 1, VECS>(job, block, at, ahead),
+            9 if D::WIDE && !BLOCKED => register_tile::<D, false, 9, 1, VECS>(job, block, at, ahead),
+            10 if D::WIDE && !BLOCKED => register_tile::<D, false, 10, 1, VECS>(job, block, at, ahead),
+            11 if D::WIDE && !BLOCKED => register_tile::<D, false, 11, 1, VECS>(job, block, at, ahead),
+            12 if D::WIDE && !BLOCKED => register_tile::<D, false, 12, 1, VECS>(job, block, at, ahead),
+            _ => unreachable!("tiles have {most} rows at most"),
         }
         row += n_rows;
     }
-    PANELS
+    1
 }
 
-/// Lines to be fetched while others are multiplied: from each panel of the next strip one a word of depth.
+/// Lines to be fetched while others are multiplied, for each word of depth one from each panel.
 #[derive(Clone, Copy)]
 struct Ahead<L> {
     first: *const L,
@@ -257,110 +250,125 @@ impl<L> Ahead<L> {
     fn share(next: *const L, len: usize, (tile, n_tiles): (usize, usize)) -> Self {
         Self { first: next.wrapping_add(tile * len / n_tiles), step: size_of::<L>().div_ceil(n_tiles) }
     }
+
+    /// Asks for line `index`.
+    #[inline(always)]
+    fn fetch(self, index: usize) {
+        let line = self.first.wrapping_byte_add(index * self.step);
+        prefetch(line);
+        prefetch(line.wrapping_byte_add(self.step / 2));
+    }
 }
 
-/// `ROWS` by `PANELS` sums in registers, each one chain over the block's depth.
+/// `ROWS` by `PANELS` by `VECS` vectors of sums in registers, each one chain over the block's depth.
 #[inline(always)]
-fn register_tile<D: Dot, const BLOCKED: bool, const ROWS: usize, const PANELS: usize>(
+fn register_tile<D: Dot, const BLOCKED: bool, const ROWS: usize, const PANELS: usize, const VECS: usize>(
     job: &Job<'_, D::Word>,
     block: &Block,
     (row, panel): (usize, usize),
     ahead: Option<Ahead<Line<D::Word>>>,
 ) {
     let (depth, len) = (job.depth, block.depth.len());
-    let (row_step, k_step) = if BLOCKED { (1, TILE_ROWS) } else { (depth, 1) };
-    let in_block = if BLOCKED { row % TILE_ROWS } else { 0 };
+    let (row_step, k_step) = if BLOCKED { (1, BLOCK_ROWS) } else { (depth, 1) };
+    let in_block = if BLOCKED { row % BLOCK_ROWS } else { 0 };
     let x = &job.x[(row - in_block) * depth + in_block + block.depth.start * k_step..];
     let lines = &job.lines[panel * depth + block.depth.start..];
     // Checked here once: a slice a row would take the registers that hold addresses, and a check a word.
     assert!(len > 0 && (ROWS - 1) * row_step + (len - 1) * k_step < x.len());
     assert!((PANELS - 1) * depth + len <= lines.len());
-    let mut sums = [[D::load(&[0.0; LANES]); PANELS]; ROWS];
+    let mut sums = [[[D::load(&[0.0; LANES]); VECS]; PANELS]; ROWS];
     // Whether every panel has all its columns.
-    let is_whole = (panel + PANELS) * LANES <= job.n;
-    let part = |r: usize, p: usize| {
-        let start = (row + r) * job.n + (panel + p) * LANES;
-        start..start + LANES
+    let is_whole = (panel + PANELS - 1) * COLUMNS + VECS * LANES <= job.n;
+    let part = |i: usize| {
+        let start = (row + i / PANELS) * job.n + (panel + i % PANELS) * COLUMNS;
+        // SAFETY: tiles of one job share no row of a panel, and nothing else here holds a part.
+        unsafe { job.y.part(start..start + VECS * LANES) }.as_chunks_mut().0
     };
     if (job.onto || block.depth.start > 0) && is_whole {
-        for (r, sums) in sums.iter_mut().enumerate() {
-            for (p, sum) in sums.iter_mut().enumerate() {
-                // SAFETY: tiles of one job share no row of a panel, and nothing else here holds a part.
-                let y = unsafe { job.y.part(part(r, p)) };
-                *sum = D::load(y.first_chunk().expect("a part of that length"));
+        for (i, sums) in sums.as_flattened_mut().iter_mut().enumerate() {
+            for (sum, y) in sums.iter_mut().zip(part(i)) {
+                *sum = D::load(y);
             }
         }
     } else if job.onto || block.depth.start > 0 {
-        let mut values = [[[0.0; LANES]; PANELS]; ROWS];
-        job.read((row, panel), values.as_flattened_mut(), PANELS);
-        for (sums, values) in sums.iter_mut().zip(&values) {
+        let mut values = [[[[0.0; LANES]; VECS]; PANELS]; ROWS];
+        job.read((row, panel), values.as_flattened_mut().as_flattened_mut(), (PANELS, VECS));
+        for (sums, values) in sums.as_flattened_mut().iter_mut().zip(values.as_flattened()) {
             for (sum, values) in sums.iter_mut().zip(values) {
                 *sum = D::load(values);
             }
         }
     }
+    let mut weights = [[D::weights(&lines[0].0[0]); VECS]; PANELS];
     for k in 0..len {
-        if let Some(Ahead { first, step }) = ahead {
+        if let Some(ahead) = ahead {
             for p in 0..PANELS {
-                prefetch(first.wrapping_add(p * depth).wrapping_byte_add(k * step));
+                ahead.fetch(k * PANELS + p);
             }
         }
-        // A loop, not `array::from_fn`: a closure over vectors is not always inlined; see `Isa`.
-        // SAFETY: `k < len`.
-        let mut weights = [D::weights(unsafe { &lines.get_unchecked(k).0 }); PANELS];
-        for (p, weights) in weights.iter_mut().enumerate().skip(1) {
+        // Loops, not `array::from_fn`: a closure over vectors is not always inlined; see `Isa`.
+        for (p, weights) in weights.iter_mut().enumerate() {
             // SAFETY: the index is at most `(PANELS - 1) * depth + len - 1`.
-            *weights = D::weights(unsafe { &lines.get_unchecked(p * depth + k).0 });
+            let line = unsafe { lines.get_unchecked(p * depth + k) };
+            for (weights, words) in weights.iter_mut().zip(&line.0) {
+                *weights = D::weights(words);
+            }
         }
         for (r, sums) in sums.iter_mut().enumerate() {
             // SAFETY: the index is at most `(ROWS - 1) * row_step + (len - 1) * k_step`.
             let word = unsafe { *x.get_unchecked(r * row_step + k * k_step) };
             let activation = D::activation(word);
-            for (sum, &weights) in sums.iter_mut().zip(&weights) {
-                *sum = D::add(*sum, weights, activation);
+            for (sums, weights) in sums.iter_mut().zip(&weights) {
+                for (sum, &weights) in sums.iter_mut().zip(weights) {
+                    *sum = D::add(*sum, weights, activation);
+                }
             }
         }
     }
     let bias = job.bias.filter(|_| block.depth.end == depth);
     if bias.is_none() && is_whole {
-        for (r, sums) in sums.iter().enumerate() {
-            for (p, &sum) in sums.iter().enumerate() {
-                // SAFETY: as above.
-                let y = unsafe { job.y.part(part(r, p)) };
-                D::store(sum, y.first_chunk_mut().expect("a part of that length"));
+        for (i, sums) in sums.as_flattened().iter().enumerate() {
+            for (&sum, y) in sums.iter().zip(part(i)) {
+                D::store(sum, y);
             }
         }
         return;
     }
-    let mut values = [[[0.0; LANES]; PANELS]; ROWS];
-    for (sums, values) in sums.iter().zip(&mut values) {
+    let mut values = [[[[0.0; LANES]; VECS]; PANELS]; ROWS];
+    for (sums, values) in sums.as_flattened().iter().zip(values.as_flattened_mut()) {
         for (&sum, values) in sums.iter().zip(values) {
             D::store(sum, values);
         }
     }
-    job.write((row, panel), values.as_flattened(), PANELS, bias);
+    job.write((row, panel), values.as_flattened().as_flattened(), (PANELS, VECS), bias);
 }
 
 impl<W> Job<'_, W> {
-    /// Reads sums that earlier blocks left in `y`: `values` `[rows, n_panels]`, from row and panel `at` on, where a panel
-    /// lacks columns. Beside the kernels, which would otherwise be long with what happens rarely.
+    /// Reads sums that earlier blocks left in `y`: `values` `[rows, n_panels, n_vectors]`, from row and panel `at` on, where
+    /// a panel lacks columns. Beside the kernels, which would otherwise be long with what happens rarely.
     #[inline(never)]
-    fn read(&self, at: (usize, usize), values: &mut [[f32; LANES]], n_panels: usize) {
-        for (i, values) in values.iter_mut().enumerate() {
+    fn read(&self, at: (usize, usize), values: &mut [[f32; LANES]], (n_panels, n_vectors): (usize, usize)) {
+        for (i, values) in values.chunks_exact_mut(n_vectors).enumerate() {
             let y = self.part(at.0 + i / n_panels, at.1 + i % n_panels);
-            values[..y.len()].copy_from_slice(y);
+            values.as_flattened_mut()[..y.len()].copy_from_slice(y);
         }
     }
 
     /// Writes to `y` what [`Self::read`] reads, with `bias` added: the way of tiles that reach past the last column.
     #[inline(never)]
-    fn write(&self, at: (usize, usize), values: &[[f32; LANES]], n_panels: usize, bias: Option<&[f32]>) {
-        for (i, values) in values.iter().enumerate() {
+    fn write(
+        &self,
+        at: (usize, usize),
+        values: &[[f32; LANES]],
+        (n_panels, n_vectors): (usize, usize),
+        bias: Option<&[f32]>,
+    ) {
+        for (i, values) in values.chunks_exact(n_vectors).enumerate() {
             let panel = at.1 + i % n_panels;
             let y = self.part(at.0 + i / n_panels, panel);
-            y.copy_from_slice(&values[..y.len()]);
+            y.copy_from_slice(&values.as_flattened()[..y.len()]);
             if let Some(bias) = bias {
-                for (y, bias) in y.iter_mut().zip(&bias[panel * LANES..]) {
+                for (y, bias) in y.iter_mut().zip(&bias[panel * COLUMNS..]) {
                     *y += bias;
                 }
             }
@@ -370,7 +378,7 @@ impl<W> Job<'_, W> {
     /// The elements of `y` in `row` and `panel`.
     #[expect(clippy::mut_from_ref, reason = "tiles do not overlap; see the safety comment")]
     fn part(&self, row: usize, panel: usize) -> &mut [f32] {
-        let (start, end) = (panel * LANES, self.n.min((panel + 1) * LANES));
+        let (start, end) = (panel * COLUMNS, self.n.min((panel + 1) * COLUMNS));
         // SAFETY: tiles of one job share no row of a panel, so no other task touches these elements, and callers here
         // hold one part at a time.
         unsafe { self.y.part(row * self.n + start..row * self.n + end) }

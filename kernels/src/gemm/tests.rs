@@ -5,7 +5,7 @@ use half::bf16;
 use proptest::prelude::{Just, Strategy, prop_assert, prop_assert_eq, prop_oneof, proptest};
 use proptest::test_runner::TestCaseResult;
 
-use super::kernel::{LANES, Line, run_bf16, run_f32, run_f32_body, run_widened, run_widened_body};
+use super::kernel::{COLUMNS, Line, run_bf16, run_f32, run_f32_body, run_widened, run_widened_body};
 use super::linear::Linear;
 use super::*;
 use crate::isa::{self, Baseline};
@@ -167,7 +167,7 @@ type Kernel<W> = fn(&Job<'_, W>, &Tile);
 /// The whole product by one kernel, in one tile.
 fn by<W>(kernel: Kernel<W>, x: &[W], lines: &[Line<W>], (t, n): (usize, usize)) -> Vec<f32> {
     let mut y = vec![f32::NAN; t * n];
-    let n_panels = n.div_ceil(LANES);
+    let n_panels = n.div_ceil(COLUMNS);
     let (depth, y_parts) = (lines.len() / n_panels, Disjoint::new(&mut y));
     let job = Job { x, blocked: false, lines, depth, n, bias: None, onto: false, y: y_parts, then: &[] };
     kernel(&job, &Tile { rows: 0..t, panels: 0..n_panels });
@@ -177,7 +177,7 @@ fn by<W>(kernel: Kernel<W>, x: &[W], lines: &[Line<W>], (t, n): (usize, usize)) 
 /// Of a product in two parts along `K`, the second on top of the first; the first takes whole words.
 fn by_parts<W: Copy>(kernel: Kernel<W>, parts: [(&[W], &[Line<W>]); 2], (t, n): (usize, usize)) -> Vec<f32> {
     let mut y = vec![f32::NAN; t * n];
-    let n_panels = n.div_ceil(LANES);
+    let n_panels = n.div_ceil(COLUMNS);
     for (onto, (x, lines)) in [false, true].into_iter().zip(parts) {
         let (depth, y) = (lines.len() / n_panels, Disjoint::new(&mut y));
         let job = Job { x, blocked: false, lines, depth, n, bias: None, onto, y, then: &[] };
