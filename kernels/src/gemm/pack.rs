@@ -1,7 +1,7 @@
-//! Weights into panels and back: up to sixteen rows become the lanes of a vector in each of a panel's lines. While they are
-//! packed, the sixteen rows after them are fetched: the processor sees so many streams coming only so well.
+//! Weights into panels and back: up to 32 rows become the columns of a panel's lines. While a panel is packed, the rows of
+//! the next are fetched: the processor sees so many streams coming only so well.
 
-use super::kernel::{LANES, Line, VECTORS};
+use super::kernel::{COLUMNS, LANES, Line, VECTORS};
 use crate::cast::{round_rows_body, unpair};
 use crate::isa::{Isa, Lanes, multiversion, prefetch, transposed};
 
@@ -14,24 +14,23 @@ multiversion! {
 fn pack_f32_body<I: Isa>(rows: &[f32], k: usize, panel: &mut [Line<f32>]) {
     let (squares, rest) = panel.as_chunks_mut::<LANES>();
     let rest_at = squares.len() * LANES;
-    for vector in 0..VECTORS {
-        let rows = rows_of(vector, rows, k);
-        for (i, square) in squares.iter_mut().enumerate() {
+    for (i, square) in squares.iter_mut().enumerate() {
+        for vector in 0..VECTORS {
             let mut lanes = [I::Lanes::splat(0.0); LANES];
-            for (lane, row) in lanes.iter_mut().zip(rows.chunks_exact(k)) {
+            for (lane, row) in lanes.iter_mut().zip(rows_of(vector, rows, k).chunks_exact(k)) {
                 let row = &row[i * LANES..];
-                prefetch(row.as_ptr().wrapping_add(LANES * k));
+                prefetch(row.as_ptr().wrapping_add(COLUMNS * k));
                 *lane = I::Lanes::load(row.first_chunk().expect("a square is inside of its rows"));
             }
             for (line, column) in square.iter_mut().zip(transposed::<I>(lanes)) {
                 column.store(&mut line.0[vector]);
             }
         }
-        for (line, at) in rest.iter_mut().zip(rest_at..) {
-            line.0[vector] = [0.0; LANES];
-            for (lane, row) in line.0[vector].iter_mut().zip(rows.chunks_exact(k)) {
-                *lane = row[at];
-            }
+    }
+    for (line, at) in rest.iter_mut().zip(rest_at..) {
+        *line = Line::default();
+        for (lane, row) in line.0.as_flattened_mut().iter_mut().zip(rows.chunks_exact(k)) {
+            *lane = row[at];
         }
     }
 }
@@ -47,17 +46,23 @@ multiversion! {
     pub(super) fn pack_bf16(rows: &[f32], k: usize, panel: &mut [Line<u32>]) = pack_bf16_body;
 }
 
+/// Vectors from what is packed to what is fetched, along a row and on into that of the next panel.
+const NEAR: usize = 8;
+
 #[inline(always)]
 fn pack_bf16_body<I: Isa>(rows: &[f32], k: usize, panel: &mut [Line<u32>]) {
-    for vector in 0..VECTORS {
-        let rows = rows_of(vector, rows, k);
-        for (i, square) in panel.chunks_mut(LANES).enumerate() {
+    for (i, square) in panel.chunks_mut(LANES).enumerate() {
+        // Not as far ahead as the next panel, while there is more of this one: two lines of 32 rows and of 32 more would not fit
+        // into the sets of the first-level cache that rows of such lengths share.
+        let is_last = (2 * i + NEAR) * LANES >= k;
+        let ahead = NEAR * LANES + if is_last { (COLUMNS - 1) * k } else { 0 };
+        for vector in 0..VECTORS {
             let mut lanes = [I::Lanes::splat(0.0); LANES];
-            for (lane, row) in lanes.iter_mut().zip(rows.chunks_exact(k)) {
+            for (lane, row) in lanes.iter_mut().zip(rows_of(vector, rows, k).chunks_exact(k)) {
                 let row = &row[2 * LANES * i..];
                 let row = &row[..row.len().min(2 * LANES)];
                 for line in row.chunks(LANES) {
-                    prefetch(line.as_ptr().wrapping_add(LANES * k));
+                    prefetch(line.as_ptr().wrapping_add(ahead));
                 }
                 let mut words = [0; LANES];
                 round_rows_body::<I>(row, row.len(), &mut words[..row.len().div_ceil(2)]);
