@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::autograd::training::{factor_names, takes_low_rank};
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::export::{F32Tensor, write_json, write_safetensors};
+use crate::export::{FileTensor, write_json, write_safetensors};
 use crate::source::{TensorSource, canonical_tensors, check_run};
 
 /// Name of r3's own file in a checkpoint.
@@ -46,10 +46,10 @@ struct Factor {
 }
 
 /// `factors` as a file has them.
-fn tensors(factors: &[(String, Factor)]) -> impl Iterator<Item = (String, F32Tensor<'_>)> {
+fn tensors(factors: &[(String, Factor)]) -> impl Iterator<Item = (String, FileTensor<'_>)> {
     factors
         .iter()
-        .map(|(name, Factor { shape, values })| (name.clone(), F32Tensor { shape: shape.clone(), values }))
+        .map(|(name, Factor { shape, values })| (name.clone(), FileTensor::f32(shape.clone(), values)))
 }
 
 impl Adapter {

@@ -175,18 +175,36 @@ pub fn write_safetensors<V: View>(
     fs::set_permissions(path, created.permissions()).map_err(failed)
 }
 
-/// An f32 tensor of a file, written from where it lies.
+/// A tensor of a file, written from where it lies.
 #[derive(Clone, Debug)]
-pub struct F32Tensor<'a> {
-    /// Its sizes.
-    pub shape: Vec<usize>,
-    /// Its values, row-major.
-    pub values: &'a [f32],
+pub struct FileTensor<'a> {
+    dtype: StoredDtype,
+    shape: Vec<usize>,
+    bytes: Cow<'a, [u8]>,
 }
 
-impl View for F32Tensor<'_> {
+impl<'a> FileTensor<'a> {
+    /// Of numbers, row-major.
+    #[must_use]
+    pub fn f32(shape: Vec<usize>, values: &'a [f32]) -> Self {
+        let bytes = if cfg!(target_endian = "little") {
+            Cow::Borrowed(bytemuck::cast_slice(values))
+        } else {
+            Cow::Owned(values.iter().flat_map(|value| value.to_le_bytes()).collect())
+        };
+        Self { dtype: StoredDtype::F32, shape, bytes }
+    }
+
+    /// Of bytes, in a row.
+    #[must_use]
+    pub fn u8(bytes: &'a [u8]) -> Self {
+        Self { dtype: StoredDtype::U8, shape: vec![bytes.len()], bytes: Cow::Borrowed(bytes) }
+    }
+}
+
+impl View for FileTensor<'_> {
     fn dtype(&self) -> StoredDtype {
-        StoredDtype::F32
+        self.dtype
     }
 
     fn shape(&self) -> &[usize] {
@@ -194,21 +212,11 @@ impl View for F32Tensor<'_> {
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        little_endian(self.values)
+        Cow::Borrowed(&self.bytes)
     }
 
     fn data_len(&self) -> usize {
-        size_of_val(self.values)
-    }
-}
-
-/// The bytes of `values`, as files hold them.
-#[must_use]
-pub fn little_endian(values: &[f32]) -> Cow<'_, [u8]> {
-    if cfg!(target_endian = "little") {
-        Cow::Borrowed(bytemuck::cast_slice(values))
-    } else {
-        Cow::Owned(values.iter().flat_map(|value| value.to_le_bytes()).collect())
+        self.bytes.len()
     }
 }
 

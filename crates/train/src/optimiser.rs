@@ -9,7 +9,9 @@ use r3_kernels::adamw::{AdamwStep, adamw};
 use r3_kernels::muon::{MuonStep, muon};
 use r3_kernels::parallel;
 use r3_model::autograd::gradients::Gradients;
+use r3_model::export::FileTensor;
 use r3_recipe::learning::{MomentsFormat, Muon, NonFinite, Sft, Train};
+use safetensors::tensor::View;
 
 use crate::error::TrainError;
 use crate::schedule::LearningRate;
@@ -83,35 +85,6 @@ pub enum Moments {
     Sum(Vec<f32>),
 }
 
-/// A part of [`Moments`], as a file holds it.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Part<'a> {
-    /// Numbers.
-    F32(&'a [f32]),
-    /// Codes.
-    U8(&'a [u8]),
-}
-
-impl Part<'_> {
-    /// Numbers or codes.
-    #[must_use]
-    pub fn n_elements(&self) -> usize {
-        match self {
-            Self::F32(values) => values.len(),
-            Self::U8(codes) => codes.len(),
-        }
-    }
-
-    /// Bytes in a file.
-    #[must_use]
-    pub fn bytes(&self) -> usize {
-        match self {
-            Self::F32(values) => size_of_val(*values),
-            Self::U8(codes) => codes.len(),
-        }
-    }
-}
-
 impl Moments {
     /// Those of `len` elements before the first step.
     fn zeros(len: usize, is_matrix_of_muon: bool, format: MomentsFormat) -> Self {
@@ -122,18 +95,18 @@ impl Moments {
         }
     }
 
-    /// Its parts, each with what a file calls it.
+    /// Its parts as a file holds them, each with what the file calls it.
     #[must_use]
-    pub fn parts(&self) -> Vec<(&'static str, Part<'_>)> {
+    pub fn parts(&self) -> Vec<(&'static str, FileTensor<'_>)> {
         match self {
-            Self::Whole { m, v } => vec![("m", Part::F32(m)), ("v", Part::F32(v))],
+            Self::Whole { m, v } => vec![("m", numbers(m)), ("v", numbers(v))],
             Self::Bytes(ByteMoments { mean, root }) => vec![
-                ("m", Part::U8(&mean.codes)),
-                ("m_scale", Part::F32(&mean.scales)),
-                ("root_v", Part::U8(&root.codes)),
-                ("root_v_scale", Part::F32(&root.scales)),
+                ("m", FileTensor::u8(&mean.codes)),
+                ("m_scale", numbers(&mean.scales)),
+                ("root_v", FileTensor::u8(&root.codes)),
+                ("root_v_scale", numbers(&root.scales)),
             ],
-            Self::Sum(m) => vec![("m", Part::F32(m))],
+            Self::Sum(m) => vec![("m", numbers(m))],
         }
     }
 
@@ -161,6 +134,10 @@ impl Moments {
             Self::Sum(m) => parallel::fill(m, 0.0),
         }
     }
+}
+
+fn numbers(values: &[f32]) -> FileTensor<'_> {
+    FileTensor::f32(vec![values.len()], values)
 }
 
 /// What one update did.
@@ -204,7 +181,8 @@ impl Optimiser {
     /// If `moments` are not those of the same weights.
     pub fn resume(&mut self, moments: Vec<Moments>, steps: u64) {
         let shapes = |moments: &[Moments]| -> Vec<_> {
-            moments.iter().flat_map(Moments::parts).map(|(name, part)| (name, part.n_elements())).collect()
+            let parts = moments.iter().flat_map(Moments::parts);
+            parts.map(|(name, tensor)| (name, tensor.shape().to_vec())).collect()
         };
         assert_eq!(shapes(&moments), shapes(&self.moments), "moments of other weights");
         self.moments = moments;

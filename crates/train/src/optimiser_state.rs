@@ -2,18 +2,17 @@
 //! of moments that take a byte each, codes `m.<weight>` and `root_v.<weight>`, and the f32 scales of their blocks,
 //! `m_scale.<weight>` and `root_v_scale.<weight>`.
 
-use std::borrow::Cow;
 use std::fs;
 use std::path::Path;
 
 use candle_core::Var;
 use r3_kernels::adamw::bytes::{ByteMoments, Bytes};
-use r3_model::export::{little_endian, write_safetensors};
+use r3_model::export::write_safetensors;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, View};
 
 use crate::error::{Damage, TrainError};
-use crate::optimiser::{Moments, Part};
+use crate::optimiser::Moments;
 
 /// Its name inside a checkpoint.
 pub const FILE: &str = "optimiser.safetensors";
@@ -21,7 +20,7 @@ pub const FILE: &str = "optimiser.safetensors";
 /// Bytes [`write()`] needs, short of the header's few.
 #[must_use]
 pub fn bytes(moments: &[Moments]) -> u64 {
-    moments.iter().flat_map(Moments::parts).map(|(_, part)| part.bytes()).sum::<usize>() as u64
+    moments.iter().flat_map(Moments::parts).map(|(_, tensor)| tensor.data_len()).sum::<usize>() as u64
 }
 
 /// Writes `moments`, those of `vars` in their order, into `dir`.
@@ -30,7 +29,7 @@ pub fn bytes(moments: &[Moments]) -> u64 {
 /// If the file cannot be written.
 pub fn write(dir: &Path, vars: &[(String, Var)], moments: &[Moments]) -> Result<(), TrainError> {
     let tensors = vars.iter().zip(moments).flat_map(|((name, _), one)| {
-        one.parts().into_iter().map(move |(part, values)| (format!("{part}.{name}"), Stored::new(values)))
+        one.parts().into_iter().map(move |(part, tensor)| (format!("{part}.{name}"), tensor))
     });
     Ok(write_safetensors(&dir.join(FILE), tensors, None)?)
 }
@@ -79,42 +78,6 @@ fn read_moments(file: &SafeTensors<'_>, name: &str, fresh: &Moments) -> Result<M
         }
         Moments::Sum(m) => Moments::Sum(numbers("m", m)?),
     })
-}
-
-/// A part as the file holds it.
-struct Stored<'a> {
-    shape: [usize; 1],
-    part: Part<'a>,
-}
-
-impl<'a> Stored<'a> {
-    fn new(part: Part<'a>) -> Self {
-        Self { shape: [part.n_elements()], part }
-    }
-}
-
-impl View for Stored<'_> {
-    fn dtype(&self) -> Dtype {
-        match self.part {
-            Part::F32(_) => Dtype::F32,
-            Part::U8(_) => Dtype::U8,
-        }
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        match self.part {
-            Part::F32(values) => little_endian(values),
-            Part::U8(codes) => Cow::Borrowed(codes),
-        }
-    }
-
-    fn data_len(&self) -> usize {
-        self.part.bytes()
-    }
 }
 
 fn read_tensor<'a>(
