@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use r3_kernels::experts::trained::{ExpertGrads, ExpertOperands, ExpertTrace};
+use r3_kernels::experts::trained::{ExpertGrads, ExpertTrace};
 use r3_kernels::gemm::linear::Linear;
 use r3_kernels::residual;
 use r3_kernels::rms_norm::RmsNorm;
@@ -212,20 +212,7 @@ impl Backward<'_> {
     ) -> Result<(), ModelError> {
         let mut x_grad = tape.nodes[x.0].learns.then(|| tape.fresh_grad(x));
         let mut gates_grad = tape.fresh_grad(gates);
-        let [gate_up, down] = tape.params.expert_params(experts);
-        let dims = tape.params.expert_dims(experts)?;
-        let (gate_up_values, down_values) = (tape.params.values(gate_up)?, tape.params.values(down)?);
-        let operands = ExpertOperands {
-            x: tape.values(x),
-            gates: tape.values(gates),
-            gate_up: &gate_up_values,
-            down: &down_values,
-            width: dims.width,
-            inter: dims.inter,
-            dtype: tape.params.dtype(gate_up),
-            lengths: &self.attend.lengths,
-        };
-        let [gate_up, down] = [gate_up, down].map(|id| tape.params.learning(id));
+        let [gate_up, down] = tape.params.expert_params(experts).map(|id| tape.params.learning(id));
         let gradients = self.gradients.tensors_mut();
         // Trained tensors lie in the order of the weights.
         let at = down.first().unwrap_or(gradients.len());
@@ -233,8 +220,9 @@ impl Backward<'_> {
         let (gate_up, down) = (gate_up.gradient(before, 0), down.gradient(after, at));
         let x_out = x_grad.as_mut().map(Rows::values_mut);
         let out = ExpertGrads { x: x_out, gates: gates_grad.values_mut(), gate_up, down };
-        trace.backward(&operands, grad.values(), out);
-        drop((gate_up_values, down_values));
+        tape.with_operands((x, gates), experts, &self.attend.lengths, |operands| {
+            trace.backward(operands, grad.values(), out);
+        })?;
         if let Some(x_grad) = x_grad {
             tape.set_grad(x, x_grad);
         }

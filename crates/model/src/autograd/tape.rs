@@ -11,6 +11,7 @@ use std::sync::Arc;
 use r3_core::ids::TokenId;
 use r3_kernels::attention::packed::PackedAttention;
 use r3_kernels::cast::round_to_bf16;
+use r3_kernels::experts::ExpertDims;
 use r3_kernels::experts::trained::{ExpertOperands, ExpertTrace};
 use r3_kernels::gemm::linear::linear;
 use r3_kernels::gemm::{Dtype, matmul};
@@ -216,6 +217,29 @@ impl Tape {
     }
 
     /// Room for the result of an operation on the tokens of `x`.
+    /// Lends `compute` what the `experts` of a layer are computed of, for sequences of `lengths`.
+    pub(super) fn with_operands(
+        &self,
+        (x, gates): (NodeId, NodeId),
+        experts: ExpertsId,
+        lengths: &[usize],
+        compute: impl FnOnce(&ExpertOperands<'_>),
+    ) -> Result<(), ModelError> {
+        let [gate_up, down] = self.params.expert_params(experts);
+        let ExpertDims { width, inter, .. } = self.params.expert_dims(experts)?;
+        compute(&ExpertOperands {
+            x: self.values(x),
+            gates: self.values(gates),
+            gate_up: &self.params.values(gate_up)?,
+            down: &self.params.values(down)?,
+            width,
+            inter,
+            dtype: self.params.dtype(gate_up),
+            lengths,
+        });
+        Ok(())
+    }
+
     fn like(&mut self, x: NodeId, width: usize) -> Rows {
         let rows = self.nodes[x.0].rows.rows();
         self.pool.take(rows, width)
@@ -346,25 +370,13 @@ impl Executor for Tape {
         let RouteId(gates) = routed;
         let mut out = self.like(*x, self.width(*x));
         let mut trace = self.traces.pop().unwrap_or_default();
-        let Self { params, nodes, .. } = self;
-        let Node { op: Op::Route { choice, .. }, rows, .. } = &nodes[gates.0] else {
+        let Op::Route { choice, .. } = &self.nodes[gates.0].op else {
             unreachable!("only the router makes a route")
         };
-        let (dims, [gate_up, down]) = (params.expert_dims(*experts)?, params.expert_params(*experts));
-        let (gate_up_values, down_values) = (params.values(gate_up)?, params.values(down)?);
-        let operands = ExpertOperands {
-            x: nodes[x.0].rows.values(),
-            gates: rows.values(),
-            gate_up: &gate_up_values,
-            down: &down_values,
-            width: dims.width,
-            inter: dims.inter,
-            dtype: params.dtype(gate_up),
-            lengths: &[choice.n_tokens()],
-        };
-        let copy = params.packed_experts(*experts);
-        trace.forward(&operands, copy.as_deref(), choice, out.values_mut());
-        drop((gate_up_values, down_values));
+        let copy = self.params.packed_experts(*experts);
+        self.with_operands((*x, gates), *experts, &[choice.n_tokens()], |operands| {
+            trace.forward(operands, copy.as_deref(), choice, out.values_mut());
+        })?;
         Ok(self.push(Op::Experts { x: *x, gates, experts: *experts, trace }, out))
     }
 
