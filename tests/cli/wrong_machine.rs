@@ -144,6 +144,28 @@ fn a_limit_on_the_size_of_files_is_said_by_whatever_meets_it() {
     }
 }
 
+#[test]
+fn too_few_open_files_are_said_by_whatever_meets_them() {
+    let directory = Directory::with_model();
+    let mut said = Vec::new();
+    for limit in 8..40 {
+        let limited = format!("ulimit -n {limit}; exec \"$0\" --threads 2 run recipe.yaml --overwrite");
+        let mut shell = directory.command("sh");
+        let Ended { code, stderr, .. } = ended(shell.args(["-c", &limited, env!("CARGO_BIN_EXE_r3")]));
+        if code == 0 {
+            break;
+        }
+        let error = stderr.lines().find(|line| line.starts_with("error: ")).expect(&stderr);
+        assert_eq!(code, 3, "{limit} files: {stderr}");
+        assert!(stderr.contains("caused by: Too many open files"), "{limit} files: {stderr}");
+        assert!(stderr.contains("hint: raise `ulimit -n`"), "{limit} files: {stderr}");
+        said.push(error.to_owned());
+    }
+    let of_ring = "error: cannot read /proc/self/stat, by which the ring knows this process";
+    assert!(said.iter().any(|error| error == of_ring), "{said:#?}");
+    assert!(!said.iter().any(|error| error.contains(" 0 bytes")), "{said:#?}");
+}
+
 /// Names and contents.
 fn files(directory: &Directory, name: &str) -> Vec<(String, Vec<u8>)> {
     let entries = fs::read_dir(directory.path(name)).unwrap();

@@ -181,7 +181,10 @@ impl RunError {
     /// What the user can change, printed as `hint: ...`.
     #[must_use]
     pub fn hint(&self) -> String {
-        if is_file_too_large(self) { FILE_TOO_LARGE.into() } else { self.own_hint() }
+        if io_causes(self).any(|error| error.kind() == ErrorKind::FileTooLarge) {
+            return FILE_TOO_LARGE.into();
+        }
+        if io_causes(self).any(is_out_of_files) { OUT_OF_FILES.into() } else { self.own_hint() }
     }
 
     fn own_hint(&self) -> String {
@@ -259,6 +262,7 @@ impl RunError {
     #[must_use]
     pub fn exit_class(&self) -> ExitClass {
         match self {
+            _ if io_causes(self).any(is_out_of_files) => ExitClass::Machine,
             Self::Recipe(_)
             | Self::Task(_)
             | Self::Routes(_)
@@ -333,11 +337,10 @@ fn ring_hint(needed_bytes: u64, max_support: Option<usize>) -> String {
     }
 }
 
-/// Whether a file met the limit on its size, in whatever crate it was written.
-fn is_file_too_large(error: &RunError) -> bool {
+/// What the system said, in whatever crate it was asked.
+fn io_causes(error: &RunError) -> impl Iterator<Item = &io::Error> {
     let causes = iter::successors(Some(error as &dyn Error), |&error| error.source());
-    let mut io = causes.filter_map(|error| error.downcast_ref::<io::Error>());
-    io.any(|error| error.kind() == ErrorKind::FileTooLarge)
+    causes.filter_map(|error| error.downcast_ref::<io::Error>())
 }
 
 fn model_class(error: &ModelError) -> ExitClass {
@@ -366,12 +369,12 @@ fn io_hint(path: &Path, error: &io::Error) -> &'static str {
     let is_of_checkpoint = path.file_name().is_some_and(|name| name == STATE || name == PENDING);
     match error.kind() {
         ErrorKind::NotFound if is_of_checkpoint => DAMAGED,
-        _ if is_out_of_files(error) => "raise `ulimit -n`, or end what holds files open",
         ErrorKind::WouldBlock | ErrorKind::OutOfMemory => "raise `ulimit -u` and `ulimit -v`, or free memory",
         _ => "check that the path exists, is writable and has room",
     }
 }
 
+const OUT_OF_FILES: &str = "raise `ulimit -n`, or end what holds files open";
 const FILE_TOO_LARGE: &str = "raise `ulimit -f`, or choose a file system that holds files of this size; what was there before is intact";
 const FOREIGN_REFERENCE: &str =
     "set `objective.kl.reference` to a model of the same configuration, such as `model.path`";
@@ -390,7 +393,6 @@ const UNFINISHED: &str = "start it again, which samples all of them, or keep tho
 /// A path that is wrong is its author's to change; room, memory, files and threads are the machine's.
 fn io_class(error: &io::Error) -> ExitClass {
     match error.kind() {
-        _ if is_out_of_files(error) => ExitClass::Machine,
         ErrorKind::StorageFull
         | ErrorKind::FileTooLarge
         | ErrorKind::QuotaExceeded
@@ -562,6 +564,22 @@ mod tests {
         for error in errors {
             assert_eq!(error.exit_class(), ExitClass::Machine, "{error}");
             assert!(error.hint().contains("`ulimit -f`"), "{error}: {}", error.hint());
+        }
+    }
+
+    #[test]
+    fn too_few_open_files_are_told_from_files_that_are_not_there() {
+        let source = || io::Error::from_raw_os_error(EMFILE);
+        let errors: [RunError; 5] = [
+            RunError::Io { path: path(), source: source() },
+            RingError::Unreadable { what: "what it needs", source: source() }.into(),
+            ModelError::Read { path: path(), source: source() }.into(),
+            TrainError::Read { path: path(), source: source() }.into(),
+            TelemetryError::Open { path: path(), source: source() }.into(),
+        ];
+        for error in errors {
+            assert_eq!(error.exit_class(), ExitClass::Machine, "{error}");
+            assert!(error.hint().contains("`ulimit -n`"), "{error}: {}", error.hint());
         }
     }
 

@@ -54,6 +54,8 @@ pub enum RingError {
     NoRoom { needed_bytes: u64, available_bytes: u64 },
     #[error("{call} failed for a ring of {needed_bytes} bytes")]
     System { call: &'static str, needed_bytes: u64, source: io::Error },
+    #[error("cannot read {what}")]
+    Unreadable { what: &'static str, source: io::Error },
     #[error("not a ring: it starts with {magic:#018x}")]
     NotARing { magic: u64 },
     #[error("the ring has format version {found}, but this build speaks {expected}")]
@@ -86,7 +88,7 @@ impl RingError {
             Self::NoRoom { available_bytes, .. } => {
                 format!("set `ring.bytes` below {available_bytes}, or free memory")
             }
-            Self::System { .. } => {
+            Self::System { .. } | Self::Unreadable { .. } => {
                 "a ring needs memfd_create (Linux 3.17) and /proc; look at this process's limits \
                 (`ulimit -a`)"
                     .into()

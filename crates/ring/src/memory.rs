@@ -78,8 +78,11 @@ impl Memory {
 
     /// A ring that another process, or this one, allocated.
     pub(crate) fn open(file: OwnedFd) -> Result<Self, RingError> {
-        let failed = |call| move |errno| system_error(call, 0, errno);
-        let size = rustix::fs::fstat(&file).map_err(failed("fstat"))?.st_size;
+        let unreadable = |errno: Errno| RingError::Unreadable {
+            what: "the size of the ring's file",
+            source: errno.into(),
+        };
+        let size = rustix::fs::fstat(&file).map_err(unreadable)?.st_size;
         let file_bytes = u64::try_from(size).unwrap_or(0);
         let seals = rustix::fs::fcntl_get_seals(&file).unwrap_or(SealFlags::empty());
         if !seals.contains(SealFlags::SHRINK) {

@@ -30,7 +30,8 @@ impl Ring {
     /// All of it is allocated here and now, so that no later write can fail.
     ///
     /// # Errors
-    /// [`RingError::NoRoom`] if the machine cannot back it; [`RingError::System`] if a system call fails.
+    /// [`RingError::NoRoom`] if the machine cannot back it; [`RingError::System`] or
+    /// [`RingError::Unreadable`] if a system call fails.
     pub fn create(bytes: usize) -> Result<(Writer, Reader), RingError> {
         let ring = Self::over(Memory::allocate(bytes)?, Orders::default())?;
         Ok((ring.writer()?, ring.reader()?))
@@ -81,12 +82,8 @@ impl Ring {
     }
 
     fn over(memory: Memory, orders: Orders) -> Result<Self, RingError> {
-        let me = Peer::this_process();
-        let me = me.map_err(|source| RingError::System {
-            call: "read(/proc/self/stat)",
-            needed_bytes: 0,
-            source,
-        })?;
+        let what = "/proc/self/stat, by which the ring knows this process";
+        let me = Peer::this_process().map_err(|source| RingError::Unreadable { what, source })?;
         Ok(Self { shared: Arc::new(Shared { memory, me, orders }) })
     }
 }
