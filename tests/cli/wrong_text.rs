@@ -176,14 +176,22 @@ fn more_problems_than_are_held_out() {
     let directory = Directory::empty();
     assert_snapshot!(directory.refused(&["eval", "recipe.yaml", "--problems", "9"]), @r"
     exit 2
-    error: `eval.problems` is 9, but the task holds out only 8 problems
-     --> --set:1:15
-      |
-    1 | eval.problems=9
-      |               ^
+    error: --problems is 9, but the task holds out only 8 problems
 
-    hint: hold out more problems in `task`, or set `eval.problems` to 8
+    hint: lower --problems, or hold out more problems in `task`
     ");
+    let set = directory.refused(&["eval", "recipe.yaml", "--set", "eval.problems=9"]);
+    assert!(set.contains(" --> --set:1:15\n"), "{set}");
+}
+
+#[test]
+fn numbers_of_problems_that_are_none() {
+    let directory = Directory::empty();
+    for bad in ["0", "-1", "99999999999999999999", "many"] {
+        let said = directory.refused(&["eval", "recipe.yaml", "--problems", bad]);
+        let named = format!("exit 2\nerror: invalid value '{bad}' for '--problems <N>': ");
+        assert!(said.starts_with(&named), "{said}");
+    }
 }
 
 #[test]

@@ -27,6 +27,8 @@ pub(crate) enum CliError {
     ComparisonInterrupted,
     #[error("the recipe evaluates no problems")]
     NoProblems,
+    #[error("--problems is {problems}, but the task holds out only {}", counted(*held_out, "problem"))]
+    TooFewHeldOut { problems: usize, held_out: usize },
     #[error("cannot read {}", path.display())]
     Input { path: PathBuf, source: io::Error },
     #[error("{input}:{line}{}: {source}", column_of(source))]
@@ -126,6 +128,7 @@ impl CliError {
             }
             Self::ComparisonInterrupted => "start it again with --overwrite".into(),
             Self::NoProblems => "say how many with --problems, or set `eval.problems`".into(),
+            Self::TooFewHeldOut { .. } => "lower --problems, or hold out more problems in `task`".into(),
             Self::Input { .. } => "name a readable file of JSON lines, or - for stdin".into(),
             Self::BadLine { source, .. } => source.hint(),
             Self::LongLine { tokens, .. } => format!("make room with --max-tokens {tokens}"),
@@ -168,6 +171,7 @@ impl CliError {
             Self::ComparisonInterrupted => ExitClass::Interrupted,
             Self::OutTaken { .. }
             | Self::NoProblems
+            | Self::TooFewHeldOut { .. }
             | Self::Input { .. }
             | Self::BadLine { .. }
             | Self::LongLine { .. }

@@ -1,9 +1,12 @@
 //! `r3 eval`: accuracy on held-out problems.
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use r3_core::count::counted;
 use r3_orchestrator::eval::evaluate;
+use r3_recipe::check::Rule;
+use r3_recipe::error::{Problem, RecipeError};
 use r3_recipe::recipe::Recipe;
 use serde::Serialize;
 
@@ -24,8 +27,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     /// Held-out problems to answer; the recipe's `eval.problems` by default
-    #[arg(long, value_name = "N")]
-    problems: Option<usize>,
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    problems: Option<NonZeroUsize>,
     /// Print one line of JSON: accuracy, problems, seconds
     #[arg(long)]
     json: bool,
@@ -44,7 +47,7 @@ impl Args {
         let RecipeArgs { recipe, set } = &self.recipe;
         let mut set = set.clone();
         set.extend(self.problems.map(|problems| format!("eval.problems={problems}")));
-        let mut recipe = Recipe::load(recipe, &set)?.recipe;
+        let mut recipe = Recipe::load(recipe, &set).map_err(|error| self.refusal(error))?.recipe;
         if let Some(model) = &self.model {
             recipe.model.path.clone_from(model);
         }
@@ -61,5 +64,16 @@ impl Args {
             100.0 * accuracy,
             counted(problems, "held-out problem")
         ))
+    }
+
+    /// What is wrong with a key that an argument here says is said of the argument.
+    fn refusal(&self, error: RecipeError) -> CliError {
+        if self.problems.is_some()
+            && let RecipeError::Invalid { problem, .. } = &error
+            && let Problem::Rule(Rule::TooFewHeldOut { problems, held_out, .. }) = **problem
+        {
+            return CliError::TooFewHeldOut { problems, held_out };
+        }
+        error.into()
     }
 }
