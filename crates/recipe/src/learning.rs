@@ -195,6 +195,9 @@ pub struct Sft {
     /// Largest global L2 norm of a gradient; above it, the gradient is scaled down.
     #[serde(default = "one")]
     pub grad_clip: f64,
+    /// Format of AdamW's running means, of which there are two for every weight.
+    #[serde(default)]
+    pub moments: MomentsFormat,
     /// Steps over which the learning rate rises linearly from 0.
     #[serde(default)]
     pub warmup_steps: u64,

@@ -62,7 +62,7 @@ impl OptimiserConfig {
             eps: 1e-8,
             weight_decay: sft.weight_decay,
             max_grad_norm: sft.grad_clip,
-            moments: MomentsFormat::F32,
+            moments: sft.moments,
             muon: None,
             non_finite: NonFinite::Stop,
         }

@@ -171,15 +171,20 @@ struct Totals {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::{Value, json};
+
     use super::*;
     use crate::fixtures::tiny_policy;
+    use crate::optimiser::Moments;
 
     fn trainer(load_balance: f64, micro_batch_tokens: usize) -> SftTrainer {
-        trainer_at(0.01, load_balance, micro_batch_tokens)
+        trainer_of(json!({ "load_balance": load_balance }), micro_batch_tokens)
     }
 
-    fn trainer_at(lr: f64, load_balance: f64, micro_batch_tokens: usize) -> SftTrainer {
-        let sft = serde_json::json!({ "steps": 50, "lr": lr, "load_balance": load_balance });
+    /// With `changes` to what a recipe has to say.
+    fn trainer_of(changes: Value, micro_batch_tokens: usize) -> SftTrainer {
+        let mut sft = json!({ "steps": 50, "lr": 0.01 });
+        sft.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
         SftTrainer::new(tiny_policy(2), &serde_json::from_value(sft).unwrap(), micro_batch_tokens)
     }
 
@@ -239,21 +244,27 @@ mod tests {
     #[test]
     fn no_gradient_leaks_into_the_next_step() {
         let demonstrations = demonstrations();
-        let mut trainer = trainer_at(0.0, 0.01, 8);
+        let mut trainer = trainer_of(json!({ "lr": 0.0 }), 8);
         let first = trainer.step(&examples(&demonstrations)).unwrap();
         assert_eq!(trainer.step(&examples(&demonstrations)).unwrap(), first);
     }
 
     #[test]
-    fn demonstrations_are_learnt() {
+    fn demonstrations_are_learnt_whatever_the_moments_take() {
         let demonstrations = demonstrations();
-        let mut trainer = trainer(0.01, 1000);
-        let first = trainer.step(&examples(&demonstrations)).unwrap();
-        for _ in 0..40 {
-            trainer.step(&examples(&demonstrations)).unwrap();
+        for moments in ["f32", "8bit"] {
+            let mut trainer = trainer_of(json!({ "moments": moments }), 1000);
+            let first = trainer.step(&examples(&demonstrations)).unwrap();
+            for _ in 0..40 {
+                trainer.step(&examples(&demonstrations)).unwrap();
+            }
+            let last = trainer.step(&examples(&demonstrations)).unwrap();
+            assert!(last.loss < 0.3 * first.loss, "{moments}: {first:?} then {last:?}");
+            let are_bytes = |one: &Moments| matches!(one, Moments::Bytes(_));
+            assert!(
+                trainer.learner.optimiser.moments().iter().all(|one| are_bytes(one) == (moments == "8bit"))
+            );
         }
-        let last = trainer.step(&examples(&demonstrations)).unwrap();
-        assert!(last.loss < 0.3 * first.loss, "{first:?} then {last:?}");
     }
 
     #[test]
