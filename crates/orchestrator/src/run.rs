@@ -252,6 +252,7 @@ impl<'a> Run<'a> {
 
     /// Samples the groups of a step. If there are none to train on, the run ends, and the steps before are saved first.
     fn sample(&mut self) -> Result<Sampled, RunError> {
+        // At every step: what was in flight goes on, and once it has nobody can tell where it stood.
         let before = self.stand()?;
         self.sample_groups().inspect_err(|error| {
             let goes_on_later = matches!(
