@@ -10,7 +10,9 @@ use serde::{Deserialize, Serialize};
 /// ratio is a token's, `r = exp(policy - old)`; and what is minimised is the mean of `-min(r A, clip(r) A)`. Groups
 /// whose rewards, after `objective.overlong`, are all equal have no gradient and are left out of the mean. With
 /// `objective.kl` or `objective.entropy_coef` they have one and stay in it, unless there is `dynamic_sampling`, which
-/// leaves out what is equal before `overlong`. REINFORCE++ without a baseline keeps them in any case.
+/// leaves out what is equal before `overlong`. A group of which fewer than two rewards are valid is left out even then:
+/// something failed in it, and nothing is learnt from it. REINFORCE++ without a baseline, which compares over the batch,
+/// keeps both in any case.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Algorithm {
