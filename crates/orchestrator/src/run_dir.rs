@@ -67,8 +67,16 @@ impl RunDir {
     /// Locks `path` in whatever state it is.
     fn take(path: &Path) -> Result<Self, RunError> {
         let at = path.join(LOCK);
+        let mut refusal = RunError::OutBusy { path: path.to_path_buf() };
         for _ in 0..TRIES {
-            let made = Made::at(path)?;
+            let made = match Made::at(path) {
+                Ok(made) => made,
+                // As well if a directory was another's, who removed it while it was looked at.
+                Err(error) => {
+                    refusal = error;
+                    continue;
+                }
+            };
             let was_there = at.exists();
             let file = match File::options().create(true).append(true).open(&at) {
                 Ok(file) => file,
@@ -91,7 +99,7 @@ impl RunDir {
                 return Ok(Self { path: path.to_path_buf(), made, is_run: true, is_begun, lock });
             }
         }
-        Err(RunError::OutBusy { path: path.to_path_buf() })
+        Err(refusal)
     }
 
     /// Says in the lock what its holder is.
