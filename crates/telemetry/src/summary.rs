@@ -41,8 +41,8 @@ pub struct RunSummary {
 
 /// Key and meaning of each field, for the docs.
 pub const FIELDS: &[(&str, &str)] = &[
-    ("steps", "optimiser steps"),
-    ("seconds", "wall time of the whole run"),
+    ("steps", "batches of rollouts trained on; with `metrics.jsonl`, those before a `--resume` too"),
+    ("seconds", "wall time of this process"),
     ("eval_before", "held-out accuracy before the first step, a share"),
     ("eval_after", "last held-out accuracy, a share"),
     ("rollout_train_k3_kl", "mean over the steps, nats"),
