@@ -71,6 +71,32 @@ impl Pulse {
     }
 }
 
+/// How long one look may count as waiting. More passes where this process was stopped, by Ctrl-Z or a machine that sleeps, and its worker
+/// with it.
+const LONGEST_LOOK: Duration = Duration::from_secs(1);
+
+/// How long the pulse has stood still while the worker could run.
+#[derive(Debug)]
+struct Patience {
+    beats: u64,
+    looked: Instant,
+    waited: Duration,
+}
+
+impl Patience {
+    fn new(beats: u64, now: Instant) -> Self {
+        Self { beats, looked: now, waited: Duration::ZERO }
+    }
+
+    /// Feels the pulse at `now`, and says how long it has stood still.
+    fn look(&mut self, beats: u64, now: Instant) -> Duration {
+        let passed = now.saturating_duration_since(self.looked).min(LONGEST_LOOK);
+        let waited = if beats == self.beats { self.waited + passed } else { Duration::ZERO };
+        *self = Self { beats, looked: now, waited };
+        waited
+    }
+}
+
 /// The worker's commands, replies and pulse. Dropping it lets the worker finish, within the deadline.
 ///
 /// Should the worker panic, whoever waits for it panics with the same payload. The panic hook has then run once, on
@@ -80,7 +106,7 @@ pub struct WorkerHandle {
     replies: Receiver<Result<Reply, RunError>>,
     thread: Option<JoinHandle<()>>,
     pulse: Pulse,
-    last: (u64, Instant),
+    patience: Patience,
     deadline: Duration,
 }
 
@@ -98,8 +124,8 @@ impl WorkerHandle {
             .name("rollout".into())
             .spawn(move || worker.serve(&command_queue, &reply_queue))
             .map_err(|source| RunError::Io { path: "the rollout thread".into(), source })?;
-        let last = (0, Instant::now());
-        Ok(Self { commands: Some(commands), replies, thread: Some(thread), pulse, last, deadline })
+        let patience = Patience::new(0, Instant::now());
+        Ok(Self { commands: Some(commands), replies, thread: Some(thread), pulse, patience, deadline })
     }
 
     /// Begins `prompts` and asks for the rollouts of `n_groups` groups, the oldest that are whole; they arrive in the ring,
@@ -192,7 +218,7 @@ impl WorkerHandle {
     }
 
     fn send(&mut self, command: Command) -> Result<(), RunError> {
-        self.last = (self.pulse.count(), Instant::now());
+        self.patience = Patience::new(self.pulse.count(), Instant::now());
         let commands = self.commands.as_ref().expect("commands are only closed on drop");
         commands.send(command).map_err(|_| self.gone())
     }
@@ -220,11 +246,7 @@ impl WorkerHandle {
             Err(RecvTimeoutError::Disconnected) => return Err(self.gone()),
             Err(RecvTimeoutError::Timeout) => {}
         }
-        let beats = self.pulse.count();
-        if beats != self.last.0 {
-            self.last = (beats, Instant::now());
-        }
-        let waited = self.last.1.elapsed();
+        let waited = self.patience.look(self.pulse.count(), Instant::now());
         if waited > self.deadline {
             self.thread = None; // A stuck thread cannot be joined; it ends with the process.
             return Err(RunError::Stalled { waited });
@@ -307,6 +329,18 @@ mod tests {
         }
         drop(worker);
         drop(release);
+    }
+
+    #[test]
+    fn time_in_which_the_process_was_stopped_is_not_the_workers() {
+        let start = Instant::now();
+        let mut patience = Patience::new(0, start);
+        assert_eq!(patience.look(0, start + LOOK), LOOK);
+        let woken = start + LOOK + Duration::from_secs(3600);
+        assert_eq!(patience.look(0, woken), LOOK + LONGEST_LOOK);
+        assert_eq!(patience.look(0, woken + LOOK), 2 * LOOK + LONGEST_LOOK);
+        assert_eq!(patience.look(1, woken + 2 * LOOK), Duration::ZERO);
+        assert_eq!(patience.look(1, woken + 3 * LOOK), LOOK);
     }
 
     #[test]
