@@ -12,6 +12,7 @@ mod results;
 mod rollout;
 mod routes;
 mod routes_help;
+mod started_with;
 mod wrong_machine;
 mod wrong_model;
 mod wrong_text;

@@ -99,6 +99,10 @@ pub enum RunError {
     NothingTrained,
     #[error("{} has another vocabulary or other MoE layers than the model", path.display())]
     ForeignReference { path: PathBuf },
+    #[error("the problems of the task are not those that the run was started with")]
+    OtherProblems,
+    #[error("{} is not the reference policy that the run was started with", path.display())]
+    OtherReference { path: PathBuf },
     #[error("cannot use {}", path.display())]
     Io { path: PathBuf, source: io::Error },
     #[error("{} is not the run state r3 wrote", path.display())]
@@ -233,9 +237,7 @@ impl RunError {
                 )
             }
             Self::Io { path, source } => io_hint(path, source).into(),
-            Self::PendingPrompt { .. } => {
-                "resume with the problems that the run was started with, or start a new run".into()
-            }
+            Self::PendingPrompt { .. } | Self::OtherProblems | Self::OtherReference { .. } => STARTED_WITH.into(),
             Self::RunState { .. } | Self::PendingFrame { .. } | Self::PendingGroup { .. } => {
                 DAMAGED.into()
             }
@@ -286,6 +288,8 @@ impl RunError {
             | Self::NothingTrained
             | Self::OtherBase { .. }
             | Self::NoAdapter { .. }
+            | Self::OtherProblems
+            | Self::OtherReference { .. }
             | Self::RecipeChanged { .. }
             | Self::ReplayLayers { .. }
             | Self::RunState { .. }
@@ -381,6 +385,7 @@ const FOREIGN_REFERENCE: &str =
 const MODEL_TO_RESUME: &str = "name the directory of a run as `run.out`, or start a run from the model with `model.path`, without --resume";
 const PENDING_STALE: &str =
     "resume with the bound that the run had, which its `recipe.yaml` says, or a higher one";
+const STARTED_WITH: &str = "resume with what the run was started with, or start a new run from its newest checkpoint with `model.path`";
 const DAMAGED: &str = "the checkpoint is damaged: remove it and resume from an earlier one";
 const RECIPE_THERE: &str = "give it another name, or choose another directory with --set run.out=DIR";
 const RUN_THERE: &str = "choose another directory, or one inside it: whoever names the run would get this model instead of its newest \
@@ -475,6 +480,8 @@ mod tests {
             (ExitClass::Usage, RunError::NothingTrained),
             (ExitClass::Usage, RunError::OtherBase { path: path(), tensor: "x".into() }),
             (ExitClass::Usage, RunError::NoAdapter { path: path() }),
+            (ExitClass::Usage, RunError::OtherProblems),
+            (ExitClass::Usage, RunError::OtherReference { path: path() }),
             (ExitClass::Usage, changed),
             (ExitClass::Usage, io(ErrorKind::NotFound)),
             (ExitClass::Usage, io(ErrorKind::PermissionDenied)),

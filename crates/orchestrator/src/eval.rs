@@ -1,7 +1,7 @@
 //! `r3 eval`: how many held-out problems a policy solves, without a run.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Instant, SystemTime};
 
 use r3_core::ids::{PolicyVersion, TokenId};
 use r3_engine::config::EngineConfig;
@@ -27,7 +27,13 @@ pub fn evaluate(recipe: &Recipe) -> Result<Evaluation, RunError> {
     recipe.model.path = model_dir::resolve(&recipe.model.path)?;
     let checkpoint = model_dir::open(&recipe.model.path)?;
     let model = checkpoint.config();
-    let task = TaskParts::load(&recipe.task, recipe.model.tokenizer_path(), model.vocab_size, None)?;
+    let task = TaskParts::load(
+        &recipe.task,
+        recipe.model.tokenizer_path(),
+        model.vocab_size,
+        None,
+        SystemTime::now(),
+    )?;
     let problems = &task.dataset.held_out[..recipe.eval.problems.min(task.dataset.held_out.len())];
     let max_new_tokens = recipe.eval.max_new_tokens.unwrap_or(recipe.rollout.max_new_tokens);
     let numbers = (recipe.rollout.dtype, recipe.resolved_numerics());

@@ -13,6 +13,7 @@ mod fixtures;
 pub mod greedy;
 pub mod group_buffer;
 pub mod handle;
+pub mod inputs;
 mod lock;
 mod memory;
 pub mod model_dir;

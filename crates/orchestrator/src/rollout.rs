@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Instant, SystemTime};
 
 use r3_core::count::counted;
 use r3_core::ids::{GroupId, PolicyVersion};
@@ -216,7 +216,7 @@ impl Work {
             }
             PromptSource::Task(task) => {
                 let TaskParts { tokenizer, dataset, reward, .. } =
-                    TaskParts::load(task, model, vocab_size, None)?;
+                    TaskParts::load(task, model, vocab_size, None, SystemTime::now())?;
                 let scripts = dataset.train.iter().map(|problem| Script::prompt(problem.prompt.clone()));
                 Self { scripts: scripts.collect(), tokenizer, judged: Some((dataset, reward)) }
             }

@@ -26,7 +26,7 @@ use r3_telemetry::step_record::StepRecord;
 use r3_telemetry::summary::RunSummary;
 use r3_telemetry::telemetry::{Telemetry, TelemetryConfig};
 use r3_train::batch::Batch;
-use r3_train::checkpoint::{Checkpoints, Position, TrainerState, verify};
+use r3_train::checkpoint::{Checkpoints, Position, verify};
 use r3_train::error::TrainError;
 use r3_train::optimiser::OptimiserConfig;
 use r3_train::trainer::{Stage, StepStats, Trainer};
@@ -34,6 +34,7 @@ use r3_train::trainer::{Stage, StepStats, Trainer};
 use crate::error::{RunError, io_at};
 use crate::group_buffer::{GroupBuffer, check_layers, groups};
 use crate::handle::{Refitted, WorkerHandle};
+use crate::inputs::Inputs;
 use crate::memory::{memory_line, support_line};
 use crate::pending_file::{self, Snapshot};
 use crate::prompts::Prompts;
@@ -162,6 +163,7 @@ struct Run<'a> {
     /// What the engine's memory holds.
     memory: MemoryBudget,
     plan: TrainingPlan,
+    inputs: Inputs,
     prompts: Prompts,
     worker: WorkerHandle,
     buffer: GroupBuffer,
@@ -180,22 +182,23 @@ impl<'a> Run<'a> {
         let began = Instant::now();
         let (run, out) = (&recipe.run, &recipe.run.out);
         let checkpoints = Checkpoints::new(out.clone(), run.keep_last).keeping_best(run.keep_best);
-        let resumed = find_resumed(recipe, &checkpoints, &dir, options)?;
+        let (resumed, state) = find_resumed(recipe, &checkpoints, &dir, options)?.unzip();
+        let mut inputs = Inputs::of_run(state.as_ref().map(|state| &state.inputs));
         let model_dir = resumed.as_deref().unwrap_or(&recipe.model.path);
         let config = r3_model::config::ModelConfig::load(model_dir)?;
         let tokenizer_path = resumed.as_deref().unwrap_or_else(|| recipe.model.tokenizer_path());
         let mut companions = Companions::default();
         [model_dir, tokenizer_path].into_iter().try_for_each(|from| companions.add(from))?;
-        let task = TaskParts::load(&recipe.task, tokenizer_path, config.vocab_size, options.reward.clone())?;
+        let (n_tokens, reward, started) = (config.vocab_size, options.reward.clone(), inputs.started());
+        let task = TaskParts::load(&recipe.task, tokenizer_path, n_tokens, reward, started)?;
+        inputs.note_problems(&task.dataset, &task.tokenizer)?;
         let sizes = setup::check_sizes(recipe, &config, &task)?;
         let plan = TrainingPlan::new(&recipe.train, &config)?;
         let (writer, reader) = Ring::create(recipe.ring.bytes.to_usize())?;
 
-        let state = resumed.as_deref().map(read_state).transpose()?;
-        let step = state.as_ref().map_or(0, |(trainer, _)| trainer.step);
-        let mut trainer = load_trainer(recipe, model_dir, &plan, state.as_ref().map(|(trainer, _)| trainer))?;
+        let (mut trainer, step) = load_trainer(recipe, resumed.as_deref(), &plan, &mut inputs)?;
         let engine = setup::engine(recipe, &config, &trainer.weights(), trainer.version())?;
-        let (cursor, begun) = state.map_or_else(Default::default, |(_, run)| (run.cursor, run.begun));
+        let (cursor, begun) = state.map_or_else(Default::default, |state| (state.cursor, state.begun));
         let mut prompts =
             Prompts::new(Arc::clone(&task.dataset), Arc::clone(&task.tokenizer), recipe.run.seed, cursor)?;
         pending_file::check_ages(&begun, trainer.version(), recipe.train.max_staleness)?;
@@ -237,6 +240,7 @@ impl<'a> Run<'a> {
             n_pending,
             memory: sizes.memory,
             plan,
+            inputs,
             prompts,
             worker,
             buffer: GroupBuffer::new(reader),
@@ -449,7 +453,7 @@ impl<'a> Run<'a> {
     fn write(&mut self, stand: &Stand) -> Result<(), RunError> {
         let start = Instant::now();
         let Stand { cursor, pending } = stand;
-        let state = RunState::new(self.recipe, *cursor, &pending.begun);
+        let state = RunState::new(self.recipe, *cursor, &pending.begun, &self.inputs);
         let (trainer, companions) = (&self.trainer, &self.companions);
         let policy = trainer.policy();
         let adapter = training::adapter(self.recipe, policy)?;
@@ -489,11 +493,6 @@ fn diverged(error: RunError, version: PolicyVersion) -> RunError {
     }
 }
 
-/// What a whole checkpoint says of its trainer and its run.
-fn read_state(dir: &Path) -> Result<(TrainerState, RunState), RunError> {
-    Ok((verify(dir)?, RunState::read(dir)?))
-}
-
 /// Says where the run writes, where it can be watched, and what its engine's memory holds.
 fn announce(telemetry: &Telemetry, out: &Path, sizes: &Sizes, plan: &TrainingPlan) {
     telemetry.progress().line(&watch_line(out, telemetry.addr()));
@@ -530,19 +529,21 @@ fn watch_line(out: &Path, metrics: Option<SocketAddr>) -> String {
     }
 }
 
-/// The policy of `model_dir` with its optimiser: a new one, or as the checkpoint there left it in `state`.
+/// The policy with its optimiser, and the steps it has made: a new one, or as checkpoint `resumed` has it, which is verified.
 fn load_trainer(
     recipe: &Recipe,
-    model_dir: &Path,
+    resumed: Option<&Path>,
     plan: &TrainingPlan,
-    state: Option<&TrainerState>,
-) -> Result<Trainer, RunError> {
-    let (config, policy) = training::load_policy(recipe, plan, state.map(|_| model_dir))?;
+    inputs: &mut Inputs,
+) -> Result<(Trainer, u64), RunError> {
+    let state = resumed.map(|dir| Ok::<_, RunError>((dir, verify(dir)?))).transpose()?;
+    let (config, policy) = training::load_policy(recipe, plan, resumed)?;
     let total_steps = recipe.run.steps * recipe.train.mini_steps as u64;
     let optimiser = OptimiserConfig::of_train(&recipe.train, total_steps);
     let temperature = setup::narrow(recipe.rollout.temperature);
     let precision = setup::precision(&recipe.train);
-    let reference = setup::load_reference(recipe, &config)?.map(|policy| policy.with_precision(precision));
+    let reference = setup::load_reference(recipe, &config, inputs)?;
+    let reference = reference.map(|policy| policy.with_precision(precision));
     let policy = policy.with_precision(precision);
     let mut trainer = Trainer::new(policy, setup::objective(recipe), optimiser, temperature)
         .with_replay(setup::replay_rule(recipe));
@@ -552,10 +553,9 @@ fn load_trainer(
     if let Some(reference) = reference {
         trainer = trainer.with_reference(reference);
     }
-    if let Some(state) = state {
-        trainer.resume(model_dir, state)?;
-    }
-    Ok(trainer)
+    let Some((dir, state)) = state else { return Ok((trainer, 0)) };
+    trainer.resume(dir, &state)?;
+    Ok((trainer, state.step))
 }
 
 /// Refuses what keeps a run of `recipe` from beginning in `dir`.
@@ -566,27 +566,28 @@ pub(crate) fn check_free(dir: &RunDir, recipe: &Recipe, options: &RunOptions) ->
     dir.check_free(options.overwrite, &[&recipe.model.path, recipe.model.tokenizer_path()])
 }
 
-/// The checkpoint to continue from; refuses to mix two runs in one directory. A run that died before its first
+/// The checkpoint to continue from, and what it says of its run; refuses to mix two runs in one directory. A run that died before its first
 /// checkpoint is continued from its start.
 fn find_resumed(
     recipe: &Recipe,
     checkpoints: &Checkpoints,
     dir: &RunDir,
     options: &RunOptions,
-) -> Result<Option<PathBuf>, RunError> {
+) -> Result<Option<(PathBuf, RunState)>, RunError> {
     if !options.resume {
         check_free(dir, recipe, options)?;
         return Ok(None);
     }
     let latest = checkpoints.latest()?;
-    match &latest {
-        Some(latest) => {
-            for Change { key, then, now } in RunState::read(latest)?.changes(recipe)? {
+    let state = latest.as_deref().map(RunState::read).transpose()?;
+    match &state {
+        Some(state) => {
+            for Change { key, then, now } in state.changes(recipe)? {
                 tracing::warn!("resuming with `{key}: {now}` instead of {then}");
             }
         }
         None => tracing::warn!("the run had no checkpoint yet and starts over"),
     }
     dir.discard_unfinished()?;
-    Ok(latest)
+    Ok(latest.zip(state))
 }

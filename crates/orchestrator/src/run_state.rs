@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::error::{RunError, io_at};
+use crate::inputs::Inputs;
 
 /// Of a checkpoint.
 pub(crate) const FILE: &str = "run_state.json";
@@ -52,15 +53,23 @@ pub struct RunState {
     pub begun: BTreeMap<u64, u64>,
     /// The recipe as it was run.
     pub recipe: Value,
+    /// What the recipe names, as it was.
+    #[serde(default)]
+    pub inputs: Inputs,
 }
 
 impl RunState {
     /// The state of a run of `recipe` that has given out `cursor` prompts, and `begun` of their groups under these
-    /// versions without training on them.
+    /// versions without training on them. `inputs` is what it was started with.
     #[must_use]
-    pub fn new(recipe: &Recipe, cursor: u64, begun: &BTreeMap<GroupId, PolicyVersion>) -> Self {
+    pub fn new(
+        recipe: &Recipe,
+        cursor: u64,
+        begun: &BTreeMap<GroupId, PolicyVersion>,
+        inputs: &Inputs,
+    ) -> Self {
         let begun = begun.iter().map(|(group, version)| (group.0, version.0)).collect();
-        Self { cursor, begun, recipe: to_json(recipe) }
+        Self { cursor, begun, recipe: to_json(recipe), inputs: inputs.clone() }
     }
 
     /// Writes the state into checkpoint `dir`.
@@ -132,7 +141,7 @@ mod tests {
     /// What a run that was started with `started` and has `begun` these groups says to the recipe as it is.
     fn resumed(started: &[(&str, Value)], begun: &[(u64, u64)]) -> Result<Vec<Change>, RunError> {
         let begun = begun.iter().map(|&(group, version)| (GroupId(group), PolicyVersion(version))).collect();
-        let mut state = RunState::new(&recipe(), 6, &begun);
+        let mut state = RunState::new(&recipe(), 6, &begun, &Inputs::default());
         for (pointer, value) in started {
             *state.recipe.pointer_mut(pointer).unwrap_or_else(|| panic!("no {pointer}")) = value.clone();
         }
@@ -141,7 +150,7 @@ mod tests {
 
     /// The change of `pointer` from `then` to what the recipe says.
     fn change(pointer: &str, then: &Value) -> Change {
-        let now = RunState::new(&recipe(), 0, &BTreeMap::new()).recipe.pointer(pointer).unwrap().to_string();
+        let now = to_json(&recipe()).pointer(pointer).unwrap().to_string();
         Change { key: pointer[1..].replace('/', "."), then: then.to_string(), now }
     }
 
@@ -196,7 +205,7 @@ mod tests {
 
     #[test]
     fn a_key_that_the_checkpoint_does_not_know_is_its_default() {
-        let mut state = RunState::new(&recipe(), 6, &BTreeMap::new());
+        let mut state = RunState::new(&recipe(), 6, &BTreeMap::new(), &Inputs::default());
         let train = state.recipe["train"].as_object_mut().unwrap();
         train.remove("freeze").unwrap();
         train.remove("lr").unwrap();
@@ -214,7 +223,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         assert!(matches!(RunState::read(dir.path()), Err(RunError::Io { .. })));
         let begun = BTreeMap::from([(GroupId(39), PolicyVersion(8))]);
-        let state = RunState::new(&recipe(), 41, &begun);
+        let state = RunState::new(&recipe(), 41, &begun, &Inputs::of_run(None));
         state.write(dir.path()).unwrap();
         assert_eq!(RunState::read(dir.path()).unwrap(), state);
         fs::write(dir.path().join(FILE), "{\"cursor\": 41}").unwrap();

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use r3_core::ids::{PolicyVersion, TokenId};
 use r3_core::routes::RouteDims;
@@ -35,6 +35,7 @@ use r3_train::objective::Objective;
 use r3_train::replay::{Own, ReplayRule};
 
 use crate::error::RunError;
+use crate::inputs::Inputs;
 use crate::model_dir;
 use crate::pending_file::Expected;
 use crate::worker::SampleSpec;
@@ -52,7 +53,8 @@ pub struct TaskParts {
 }
 
 impl TaskParts {
-    /// Loads tokenizer and problems, and checks every one of them. `reward` replaces the recipe's.
+    /// Loads tokenizer and problems, and checks every one of them. `reward` replaces the recipe's, and `now` is the time
+    /// that chat templates are told.
     ///
     /// # Errors
     /// If the tokenizer does not fit the model, or a problem cannot be encoded or judged.
@@ -61,8 +63,9 @@ impl TaskParts {
         tokenizer_path: &Path,
         vocab_size: usize,
         reward: Option<Arc<dyn Reward>>,
+        now: SystemTime,
     ) -> Result<Self, RunError> {
-        let tokenizer = Tokenizer::load(tokenizer_path, vocab_size)?;
+        let tokenizer = Tokenizer::load_at(tokenizer_path, vocab_size, now)?;
         let (dataset, dataset_name) = match task {
             Task::Arithmetic(task) => {
                 let (digits, held_out, seed) = (task.digits, task.held_out, task.seed);
@@ -356,8 +359,12 @@ pub fn load_policy(checkpoint: &Checkpoint, progress: &Progress) -> Result<(Mode
 /// The policy that the recipe's KL is measured to, if it has one: a second set of weights in the trainer.
 ///
 /// # Errors
-/// If it cannot be read, or is not of the shape of `model`.
-pub fn load_reference(recipe: &Recipe, model: &ModelConfig) -> Result<Option<Policy>, RunError> {
+/// If it cannot be read, is not of the shape of `model`, or not the one that `inputs` knows.
+pub fn load_reference(
+    recipe: &Recipe,
+    model: &ModelConfig,
+    inputs: &mut Inputs,
+) -> Result<Option<Policy>, RunError> {
     let Some(kl) = &recipe.objective.kl else { return Ok(None) };
     let dir = kl.reference.as_ref().unwrap_or(&recipe.model.path);
     let (config, policy) = load_policy(&model_dir::open(dir)?, &Progress::stderr())?;
@@ -365,6 +372,7 @@ pub fn load_reference(recipe: &Recipe, model: &ModelConfig) -> Result<Option<Pol
     if shape(&config) != shape(model) {
         return Err(RunError::ForeignReference { path: dir.clone() });
     }
+    inputs.note_reference(dir, &config, &policy)?;
     Ok(Some(policy))
 }
 
@@ -399,7 +407,7 @@ mod tests {
     use crate::fixtures::{model, model_dir, recipe};
 
     fn sums(recipe: &Recipe) -> TaskParts {
-        TaskParts::load(&recipe.task, &model_dir(), model().vocab_size, None).unwrap()
+        TaskParts::load(&recipe.task, &model_dir(), model().vocab_size, None, SystemTime::now()).unwrap()
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Instant, SystemTime};
 
 use r3_core::ids::{PolicyVersion, TokenId};
 use r3_engine::config::EngineConfig;
@@ -66,7 +66,7 @@ pub fn sft(recipe: &SftRecipe, overwrite: bool, shutdown: &Shutdown) -> Result<S
         }
         let progress = Progress::stderr();
         let (config, policy, source_dir, tokenizer_path) = load_model(recipe, &progress)?;
-        let task = TaskParts::load(&recipe.task, tokenizer_path, config.vocab_size, None)?;
+        let task = TaskParts::load(&recipe.task, tokenizer_path, config.vocab_size, None, SystemTime::now())?;
         let mut trainer = SftTrainer::new(policy, &recipe.sft, MICRO_BATCH_TOKENS);
         let loss = train(recipe, &task, &mut trainer, (&progress, shutdown))?;
         let companions = [source_dir, tokenizer_path];

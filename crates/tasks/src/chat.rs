@@ -18,6 +18,9 @@ use crate::strftime;
 
 const TEMPLATE: &str = "chat_template";
 
+/// The function that tells templates the time.
+const STRFTIME_NOW: &str = "strftime_now";
+
 /// Instructions one rendering may take: far more than a conversation needs, so that a template which never
 /// ends is an error and not a hang.
 const FUEL: u64 = 50_000_000;
@@ -88,6 +91,12 @@ impl ChatTemplate {
         }
     }
 
+    /// Whether it asks for the time.
+    pub(crate) fn asks_for_the_time(&self) -> bool {
+        let template = self.environment.get_template(TEMPLATE).expect("`new` added it");
+        template.source().contains(STRFTIME_NOW)
+    }
+
     /// The prompt that asks for the assistant's next turn after `messages`, in their order. `variables` are
     /// handed to the template besides (`enable_thinking: false`).
     ///
@@ -133,7 +142,7 @@ fn environment(now: SystemTime) -> Environment<'static> {
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
     });
-    environment.add_function("strftime_now", move |format: &str| {
+    environment.add_function(STRFTIME_NOW, move |format: &str| {
         strftime::format(now, format).map_err(|reason| Error::new(ErrorKind::InvalidOperation, reason))
     });
     environment
@@ -248,7 +257,11 @@ mod tests {
         for (source, expected) in cases {
             assert_eq!(render(source).unwrap(), expected, "{source:?}");
         }
-        assert_eq!(render("{{ strftime_now('%d %b %Y') }}").unwrap(), "29 Feb 2000");
+        let dated = "{{ strftime_now('%d %b %Y') }}";
+        assert_eq!(render(dated).unwrap(), "29 Feb 2000");
+        assert!(
+            template(dated).unwrap().asks_for_the_time() && !template(CHATML).unwrap().asks_for_the_time()
+        );
     }
 
     #[test]

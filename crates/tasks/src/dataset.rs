@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
+use xxhash_rust::xxh3::Xxh3;
 
 use r3_core::ids::{GroupId, TokenId};
 
@@ -68,6 +69,20 @@ impl Dataset {
             }
         }
         Ok(())
+    }
+
+    /// XXH3-64 of every prompt and answer in their order: equal for the same problems, on any machine.
+    #[must_use]
+    pub fn digest(&self) -> u64 {
+        let mut hash = Xxh3::new();
+        for problems in [&self.train, &self.held_out] {
+            hash.update(&(problems.len() as u64).to_le_bytes());
+            for text in problems.iter().flat_map(|problem| [&problem.prompt, &problem.answer]) {
+                hash.update(&(text.len() as u64).to_le_bytes());
+                hash.update(text.as_bytes());
+            }
+        }
+        hash.digest()
     }
 }
 
@@ -239,6 +254,21 @@ mod tests {
         );
         let error = Dataset::split(vec![problem("1+1=", "2")], 1, 1).unwrap_err();
         assert_eq!(error.to_string(), "holding out 1 of 1 problem leaves none to train on");
+    }
+
+    #[test]
+    fn a_digest_tells_problems_their_order_and_their_sets_apart() {
+        let [a, b] = [problem("1+1=", "2"), problem("2+2=", "4")];
+        let digest = |train: &[&Problem], held_out: &[&Problem]| {
+            let [train, held_out] = [train, held_out].map(|set| set.iter().copied().cloned().collect());
+            Dataset { train, held_out }.digest()
+        };
+        assert_eq!(digest(&[&a], &[&b]), digest(&[&a], &[&b]));
+        let digests =
+            [digest(&[&a, &b], &[]), digest(&[&b, &a], &[]), digest(&[&a], &[&b]), digest(&[&a], &[])];
+        assert_eq!(digests.into_iter().collect::<HashSet<_>>().len(), digests.len());
+        let [short, long] = [problem("1", "+1=2"), problem("1+", "1=2")];
+        assert_ne!(digest(&[&short], &[]), digest(&[&long], &[]));
     }
 
     #[test]

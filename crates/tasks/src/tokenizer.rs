@@ -39,6 +39,14 @@ impl Tokenizer {
     /// If a file cannot be read, the tokenizer has tokens that the model has not, or nothing ends a
     /// completion.
     pub fn load(path: &Path, vocab_size: usize) -> Result<Self, TaskError> {
+        Self::load_at(path, vocab_size, SystemTime::now())
+    }
+
+    /// The same, with a chat template that believes the time to be `now`: some templates print the day.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn load_at(path: &Path, vocab_size: usize, now: SystemTime) -> Result<Self, TaskError> {
         let path = if path.is_dir() { path.join("tokenizer.json") } else { path.to_path_buf() };
         let bytes = match fs::read(&path) {
             Ok(bytes) => bytes,
@@ -58,8 +66,7 @@ impl Tokenizer {
         let (tokenizer_path, tokenizer) = (path.as_path(), &inner);
         let files = ModelFiles { tokenizer, tokenizer_path, tokenizer_config: &tokenizer_config, vocab_size };
         let special = files.special_tokens()?;
-        let chat_template =
-            ChatTemplate::find(directory, &tokenizer_config, &special.texts, SystemTime::now())?;
+        let chat_template = ChatTemplate::find(directory, &tokenizer_config, &special.texts, now)?;
         let (unknown, spells_everything) = (unknown(&inner), spells_everything(&inner));
         Ok(Self { inner, path, special, chat_template, unknown, spells_everything })
     }
@@ -156,6 +163,12 @@ impl Tokenizer {
     pub fn chat_template(&self) -> Result<&ChatTemplate, TaskError> {
         let directory = || self.path.parent().unwrap_or(Path::new("")).to_path_buf();
         self.chat_template.as_ref().ok_or_else(|| TaskError::NoChatTemplate { directory: directory() })
+    }
+
+    /// Whether the chat template asks for the time, so that prompts differ from day to day.
+    #[must_use]
+    pub fn asks_for_the_time(&self) -> bool {
+        self.chat_template.as_ref().is_some_and(ChatTemplate::asks_for_the_time)
     }
 
     /// Refuses text that became an unknown token, or that no token covers (BPE without an unknown token drops
