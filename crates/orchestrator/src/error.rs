@@ -99,6 +99,8 @@ pub enum RunError {
     NothingTrained,
     #[error("{} has another vocabulary or other MoE layers than the model", path.display())]
     ForeignReference { path: PathBuf },
+    #[error("`rollout.stop_token_ids` holds {id}, but the model's vocabulary ends at {vocab_size}")]
+    NoSuchStopToken { id: u32, vocab_size: usize },
     #[error("the problems of the task are not those that the run was started with")]
     OtherProblems,
     #[error("{} is not the reference policy that the run was started with", path.display())]
@@ -226,6 +228,7 @@ impl RunError {
                 "set `model.path` to the model that the run was started with, or start a new run from the checkpoint"
                     .into()
             }
+            Self::NoSuchStopToken { .. } => "leave the key out to end completions as the model's own files say".into(),
             Self::NoAdapter { .. } => "export the whole model, without --adapter".into(),
             Self::NothingTrained => "freeze less, or give `train.lora` other targets".into(),
             Self::NothingToResume { .. } => "start the run without --resume".into(),
@@ -288,6 +291,7 @@ impl RunError {
             | Self::NothingTrained
             | Self::OtherBase { .. }
             | Self::NoAdapter { .. }
+            | Self::NoSuchStopToken { .. }
             | Self::OtherProblems
             | Self::OtherReference { .. }
             | Self::RecipeChanged { .. }
@@ -480,6 +484,7 @@ mod tests {
             (ExitClass::Usage, RunError::NothingTrained),
             (ExitClass::Usage, RunError::OtherBase { path: path(), tensor: "x".into() }),
             (ExitClass::Usage, RunError::NoAdapter { path: path() }),
+            (ExitClass::Usage, RunError::NoSuchStopToken { id: 64, vocab_size: 64 }),
             (ExitClass::Usage, RunError::OtherProblems),
             (ExitClass::Usage, RunError::OtherReference { path: path() }),
             (ExitClass::Usage, changed),

@@ -34,6 +34,7 @@ pub fn evaluate(recipe: &Recipe) -> Result<Evaluation, RunError> {
         None,
         SystemTime::now(),
     )?;
+    setup::check_stop_tokens(&recipe, model)?;
     let problems = &task.dataset.held_out[..recipe.eval.problems.min(task.dataset.held_out.len())];
     let max_new_tokens = recipe.eval.max_new_tokens.unwrap_or(recipe.rollout.max_new_tokens);
     let numbers = (recipe.rollout.dtype, recipe.resolved_numerics());

@@ -227,6 +227,7 @@ pub struct Sizes {
 /// # Errors
 /// The first that is too small, with both numbers.
 pub fn check_sizes(recipe: &Recipe, model: &ModelConfig, task: &TaskParts) -> Result<Sizes, RunError> {
+    check_stop_tokens(recipe, model)?;
     let config = engine_config(recipe);
     let rollout = longest_rollout(recipe, task)?;
     check_kv(&config, model, rollout)?;
@@ -247,6 +248,19 @@ pub fn check_sizes(recipe: &Recipe, model: &ModelConfig, task: &TaskParts) -> Re
     }
     let reference_bytes = recipe.objective.kl.as_ref().map(|_| 4 * model.n_parameters() as u64);
     Ok(Sizes { memory, max_tokens, reference_bytes, support_bytes })
+}
+
+/// Refuses stop tokens that the model cannot sample: no completion would ever end with one.
+///
+/// # Errors
+/// The first such token.
+pub fn check_stop_tokens(recipe: &Recipe, model: &ModelConfig) -> Result<(), RunError> {
+    let vocab_size = model.vocab_size;
+    let mut ids = recipe.rollout.stop_token_ids.iter().flatten();
+    match ids.find(|&&id| id as usize >= vocab_size) {
+        Some(&id) => Err(RunError::NoSuchStopToken { id, vocab_size }),
+        None => Ok(()),
+    }
 }
 
 /// Tokens of prompt and completion, all its answers included, where they are most.
@@ -424,6 +438,18 @@ mod tests {
             recipe.ring.bytes = Bytes(needed_bytes);
             check_sizes(&recipe, &model(), &task).unwrap();
         }
+    }
+
+    #[test]
+    fn a_stop_token_that_the_model_has_not_is_refused() {
+        let mut recipe = recipe();
+        let vocab_size = model().vocab_size;
+        let last = u32::try_from(vocab_size).unwrap() - 1;
+        recipe.rollout.stop_token_ids = Some(vec![1, last]);
+        check_sizes(&recipe, &model(), &sums(&recipe)).unwrap();
+        recipe.rollout.stop_token_ids = Some(vec![1, last + 1]);
+        let error = check_sizes(&recipe, &model(), &sums(&recipe)).unwrap_err();
+        assert!(matches!(error, RunError::NoSuchStopToken { id: 64, vocab_size: 64 }), "{error}");
     }
 
     #[test]
