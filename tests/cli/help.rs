@@ -244,12 +244,17 @@ fn rollout() {
 fn rollout_options() {
     let help = help(&["rollout", "--help"]);
     let (_, options) = help.split_once("Options:\n").unwrap();
-    assert_snapshot!(options, @r#"
+    // Those of every command follow.
+    let (own, _) = options.split_once("  -v, --verbose").unwrap();
+    assert_snapshot!(own, @r#"
           --prompts <FILE>
               JSON lines to sample from
 
           --recipe <RECIPE>
               Sample the training problems of this recipe's task instead, and score them
+
+          --set <KEY=VALUE>
+              Put a value over the recipe's, as in --set task.arithmetic.digits=3; can be repeated
 
           --out <FILE>
               File to write; - is stdout
@@ -282,8 +287,8 @@ fn rollout_options() {
               [default: 1]
 
           --top-k <N>
-              Draws from this many most likely tokens; 0 takes all of them. Below 1, --top-p needs it,
-              and so does --min-p above 0
+              Draws from this many most likely tokens; 0 takes all of them. With --top-p or --min-p it
+              bounds what is kept for every token; without it, that may be the whole vocabulary
 
               [default: 0]
 
@@ -330,21 +335,6 @@ fn rollout_options() {
 
           --json
               Print one line of JSON at the end, the summary; docs/json.md explains it
-
-      -v, --verbose...
-              Log more to stderr; -vv and -vvv still more
-
-      -q, --quiet
-              Log errors only, no warnings
-
-          --threads <N>
-              CPU threads to compute on; the cores this process may use by default
-
-      -h, --help
-              Print help (see a summary with '-h')
-
-      -V, --version
-              Print version
     "#);
 }
 

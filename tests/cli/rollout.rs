@@ -434,6 +434,16 @@ fn completions_of_a_task_are_scored() {
     let samples = lines(&directory.done(&arguments));
     assert_eq!(samples.len(), 3);
     assert!(samples.iter().all(|sample| sample["reward"].is_number() && turns(sample).len() == 1));
+    assert!(samples.iter().all(|sample| sample["prompt_tokens"] == "1+1=".len()));
+    let of_two_digits = [&arguments[..], &["--set", "task.arithmetic.digits=2"]].concat();
+    let samples = lines(&directory.done(&of_two_digits));
+    assert!(samples.iter().all(|sample| sample["prompt_tokens"] == "11+11=".len()));
+    let without = directory.r3(&[&SAMPLE[..], &["--out", "-", "--set", "task.arithmetic.digits=2"]].concat());
+    assert!(
+        without.code == 2 && without.stderr.contains("cannot be used with '--set <KEY=VALUE>'"),
+        "{}",
+        without.stderr
+    );
 }
 
 #[test]

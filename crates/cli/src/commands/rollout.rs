@@ -36,6 +36,9 @@ pub(crate) struct Args {
     /// Sample the training problems of this recipe's task instead, and score them
     #[arg(long, value_name = "RECIPE")]
     recipe: Option<PathBuf>,
+    /// Put a value over the recipe's, as in --set task.arithmetic.digits=3; can be repeated
+    #[arg(long, value_name = "KEY=VALUE", conflicts_with = "prompts")]
+    set: Vec<String>,
     /// File to write; - is stdout
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
@@ -57,7 +60,8 @@ pub(crate) struct Args {
     /// Draws from the fewest most likely tokens that hold this much of what --top-k left; 1 takes all of them
     #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = top_p, allow_negative_numbers = true)]
     top_p: f32,
-    /// Draws from this many most likely tokens; 0 takes all of them. Below 1, --top-p needs it, and so does --min-p above 0
+    /// Draws from this many most likely tokens; 0 takes all of them. With --top-p or --min-p it bounds what is kept for
+    /// every token; without it, that may be the whole vocabulary
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = top_k, allow_negative_numbers = true)]
     top_k: usize,
     /// Draws from tokens at least this many times as likely as the most likely one; 0 takes all of them
@@ -91,7 +95,7 @@ impl Args {
         if self.json && self.out.as_os_str() == "-" {
             return Err(CliError::TwoOnStdout);
         }
-        let recipe = self.recipe.as_ref().map(|path| Recipe::load(path, &[])).transpose()?;
+        let recipe = self.recipe.as_ref().map(|path| Recipe::load(path, &self.set)).transpose()?;
         let (source, input) = match (&recipe, &self.recipe, &self.prompts) {
             (Some(loaded), Some(path), _) => (PromptSource::Task(&loaded.recipe.task), path),
             (None, _, Some(path)) => (PromptSource::File(path), path),
