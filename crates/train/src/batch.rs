@@ -129,9 +129,9 @@ impl<'a> Batch<'a> {
     /// (arXiv 2503.14476) shows that counting them only shrinks the others'. Where a KL or the entropy gives them one,
     /// they stay, unless dynamic sampling asks to leave them out. That judges rewards before the overlong punishment, as
     /// DAPO does, which counts correct answers; without it the punishment is as good a difference as any. A group of
-    /// which fewer than two rewards are valid never stays, unless rewards are compared over the batch. The remaining groups are spread over `limits.mini_steps`
-    /// optimiser steps in order, as evenly as they go (the first take one more), over fewer steps where there are fewer
-    /// groups; none make no step.
+    /// which fewer than two rewards are valid never stays, unless rewards are compared over the batch. The remaining groups
+    /// are spread over `limits.mini_steps` optimiser steps in order, as evenly as they go (the first take one more), over
+    /// fewer steps where there are fewer groups; none make no step.
     ///
     /// # Errors
     /// If a rollout breaks its contract, came twice, or lacks routes that `limits.routes` needs; group and

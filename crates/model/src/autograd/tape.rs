@@ -216,7 +216,6 @@ impl Tape {
         self.nodes[id.0].rows.values()
     }
 
-    /// Room for the result of an operation on the tokens of `x`.
     /// Lends `compute` what the `experts` of a layer are computed of, for sequences of `lengths`.
     pub(super) fn with_operands(
         &self,
@@ -240,6 +239,7 @@ impl Tape {
         Ok(())
     }
 
+    /// Room for the result of an operation on the tokens of `x`.
     fn like(&mut self, x: NodeId, width: usize) -> Rows {
         let rows = self.nodes[x.0].rows.rows();
         self.pool.take(rows, width)
