@@ -72,7 +72,8 @@ fn run() {
     optimiser's state beside the weights), `metrics.jsonl` (one object a step) and `recipe.yaml` (as it
     was run).
 
-    Ctrl-C or SIGTERM finishes the step, saves it and exits with 130; --resume continues from there.
+    Ctrl-C, SIGTERM or a terminal that is gone (SIGHUP) finishes the step, saves it and exits with 130;
+    --resume continues from there. Under nohup a run outlives its terminal.
 
     Usage: r3 run [OPTIONS] <RECIPE>
 

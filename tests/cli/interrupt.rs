@@ -1,8 +1,8 @@
-//! Ctrl-C and SIGTERM: what there is is saved, and a run goes on later.
+//! Ctrl-C, SIGTERM and SIGHUP: what there is is saved, and a run goes on later.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
-use std::process::{Child, ChildStderr, Stdio};
+use std::process::{Child, ChildStderr, Command, Stdio};
 use std::thread;
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -25,13 +25,7 @@ fn signalled(
     signal: Signal,
 ) -> (i32, String) {
     let mut command = directory.command(env!("CARGO_BIN_EXE_r3"));
-    let mut child: Child =
-        command.args(arguments).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    let mut stderr = BufReader::new(child.stderr.take().unwrap());
-    let mut said = String::new();
-    while !said.lines().next_back().is_some_and(|line| line.contains(until)) {
-        assert_ne!(stderr.read_line(&mut said).unwrap(), 0, "it ended early: {said}");
-    }
+    let (mut child, mut stderr, mut said) = begun(command.args(arguments), until);
     while !is_time() {
         assert_eq!(child.try_wait().unwrap(), None, "it ended early: {said}");
         thread::yield_now();
@@ -39,6 +33,48 @@ fn signalled(
     kill_process(Pid::from_child(&child), signal).unwrap();
     stderr.read_to_string(&mut said).unwrap();
     (child.wait().unwrap().code().expect("it ends by itself"), said)
+}
+
+/// Starts `command`, and reads its stderr up to a line with `until` in it.
+fn begun(command: &mut Command, until: &str) -> (Child, BufReader<ChildStderr>, String) {
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    let mut said = String::new();
+    while !said.lines().next_back().is_some_and(|line| line.contains(until)) {
+        assert_ne!(stderr.read_line(&mut said).unwrap(), 0, "it ended early: {said}");
+    }
+    (child, stderr, said)
+}
+
+#[test]
+fn a_run_that_loses_its_terminal_is_saved_however_often_it_is_told() {
+    let directory = Directory::with_model();
+    let mut command = directory.command(env!("CARGO_BIN_EXE_r3"));
+    let run = ["run", "recipe.yaml", "--set", STEPS, "--set", "run.save_every=0"];
+    let (mut child, mut stderr, mut said) = begun(command.args(run), " 2/20000 ");
+    let status = loop {
+        kill_process(Pid::from_child(&child), Signal::HUP).unwrap();
+        match child.try_wait().unwrap() {
+            Some(status) => break status,
+            None => thread::yield_now(),
+        }
+    };
+    stderr.read_to_string(&mut said).unwrap();
+    assert_eq!(status.code(), Some(130), "{said}");
+    assert!(said.contains(" is finished and saved\n"), "{said}");
+}
+
+#[test]
+fn a_run_that_was_told_to_outlive_its_terminal_does() {
+    let directory = Directory::with_model();
+    let mut command = directory.command("sh");
+    command.args(["-c", "trap '' HUP; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_r3")]);
+    let run = ["run", "recipe.yaml", "--set", "run.steps=40"];
+    let (mut child, mut stderr, mut said) = begun(command.args(run), " 2/40 ");
+    kill_process(Pid::from_child(&child), Signal::HUP).unwrap();
+    stderr.read_to_string(&mut said).unwrap();
+    assert!(child.wait().unwrap().success(), "{said}");
+    assert!(directory.path("run/step-000040").exists());
 }
 
 #[test]

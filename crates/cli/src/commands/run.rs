@@ -16,7 +16,8 @@ use crate::output;
 /// `run.out` go checkpoints (`step-000010`, Hugging Face directories with the optimiser's state beside the weights),
 /// `metrics.jsonl` (one object a step) and `recipe.yaml` (as it was run).
 ///
-/// Ctrl-C or SIGTERM finishes the step, saves it and exits with 130; --resume continues from there.
+/// Ctrl-C, SIGTERM or a terminal that is gone (SIGHUP) finishes the step, saves it and exits with 130; --resume continues
+/// from there. Under nohup a run outlives its terminal.
 #[derive(Debug, clap::Args)]
 #[command(after_help = crate::EXIT_CODES)]
 pub(crate) struct Args {
@@ -49,7 +50,7 @@ impl Args {
     }
 }
 
-/// Ctrl-C and SIGTERM, from now on.
+/// Ctrl-C, SIGTERM and SIGHUP, from now on.
 pub(crate) fn listen() -> Result<Shutdown, CliError> {
     Shutdown::on_signals("finishing the step; once more ends at once and loses it")
         .map_err(|source| CliError::Signals { source })
