@@ -20,7 +20,7 @@ mod kernel;
 pub mod linear;
 mod pack;
 
-use kernel::{COLUMNS, Job, LANES, Line, Tile};
+use kernel::{COLUMNS, Job, Line, Tile};
 
 /// How a matrix is stored and multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -122,7 +122,7 @@ impl PackedMatrix {
         match &self.panels {
             Panels::F32(lines) => {
                 for (out, line) in out.iter_mut().zip(&lines[panel * self.k..]) {
-                    *out = line.0[column / LANES][column % LANES];
+                    *out = line.0.as_flattened()[column];
                 }
             }
             Panels::Bf16(lines) => {

@@ -84,9 +84,9 @@ multiversion! {
 fn unpack_bf16_body<I: Isa>(panel: &[Line<u32>], column: usize, row: &mut [f32]) {
     let (pairs, odd) = row.as_chunks_mut();
     for (pair, line) in pairs.iter_mut().zip(panel) {
-        *pair = unpair(line.0[column / LANES][column % LANES]);
+        *pair = unpair(line.0.as_flattened()[column]);
     }
     if let ([value], Some(line)) = (odd, panel.last()) {
-        [*value, _] = unpair(line.0[column / LANES][column % LANES]);
+        [*value, _] = unpair(line.0.as_flattened()[column]);
     }
 }
