@@ -187,10 +187,7 @@ impl RunError {
     /// What the user can change, printed as `hint: ...`.
     #[must_use]
     pub fn hint(&self) -> String {
-        if io_causes(self).any(|error| error.kind() == ErrorKind::FileTooLarge) {
-            return FILE_TOO_LARGE.into();
-        }
-        if io_causes(self).any(is_out_of_files) { OUT_OF_FILES.into() } else { self.own_hint() }
+        io_causes(self).find_map(limit_hint).map_or_else(|| self.own_hint(), str::to_owned)
     }
 
     fn own_hint(&self) -> String {
@@ -342,6 +339,15 @@ fn ring_hint(needed_bytes: u64, max_support: Option<usize>) -> String {
     match max_support {
         Some(n) => format!("{larger}, or `rollout.sample_top_k` below {n}, the tokens that a draw may keep"),
         None => larger,
+    }
+}
+
+/// How to raise a limit of the process that was met, whatever was being done.
+fn limit_hint(error: &io::Error) -> Option<&'static str> {
+    match error.kind() {
+        ErrorKind::FileTooLarge => Some(FILE_TOO_LARGE),
+        _ if is_out_of_files(error) => Some(OUT_OF_FILES),
+        _ => None,
     }
 }
 

@@ -128,6 +128,14 @@ fn every_error_ends_the_process_with_its_class_and_says_what_to_do() {
     }
 }
 
+/// That each of `errors` is the machine's, and its hint says which `limit` to raise.
+fn assert_limited(errors: &[RunError], limit: &str) {
+    for error in errors {
+        assert_eq!(error.exit_class(), ExitClass::Machine, "{error}");
+        assert!(error.hint().contains(limit), "{error}: {}", error.hint());
+    }
+}
+
 #[test]
 fn a_file_larger_than_it_may_be_is_told_from_a_disk_that_is_full() {
     let source = || failed(ErrorKind::FileTooLarge);
@@ -137,10 +145,7 @@ fn a_file_larger_than_it_may_be_is_told_from_a_disk_that_is_full() {
         TrainError::Write { path: path(), needed_bytes: 1, source: source() }.into(),
         TelemetryError::Write { path: path(), source: source() }.into(),
     ];
-    for error in errors {
-        assert_eq!(error.exit_class(), ExitClass::Machine, "{error}");
-        assert!(error.hint().contains("`ulimit -f`"), "{error}: {}", error.hint());
-    }
+    assert_limited(&errors, "`ulimit -f`");
 }
 
 #[test]
@@ -153,10 +158,7 @@ fn too_few_open_files_are_told_from_files_that_are_not_there() {
         TrainError::Read { path: path(), source: source() }.into(),
         TelemetryError::Open { path: path(), source: source() }.into(),
     ];
-    for error in errors {
-        assert_eq!(error.exit_class(), ExitClass::Machine, "{error}");
-        assert!(error.hint().contains("`ulimit -n`"), "{error}: {}", error.hint());
-    }
+    assert_limited(&errors, "`ulimit -n`");
 }
 
 #[test]
